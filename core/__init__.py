@@ -1,0 +1,26 @@
+"""The schedule language: the public names."""
+
+from .consolidate import consolidate as consolidate
+from .consolidate import gradients as gradients
+from .consolidate import save_pretrained as save_pretrained
+from .errors import AgreementError as AgreementError
+from .errors import PartbookError as PartbookError
+from .errors import Problem as Problem
+from .errors import ScheduleError as ScheduleError
+from .errors import WeightsError as WeightsError
+from .history import History as History
+from .history import Step as Step
+from .layout import Layout as Layout
+from .materialize import materialize as materialize
+from .mesh import Mesh as Mesh
+from .primitive import Primitive as Primitive
+from .primitive import Site as Site
+from .registry import apply_schedule as apply_schedule
+from .registry import find_schedule as find_schedule
+from .registry import model_schedule as model_schedule
+from .schedule import Schedule as Schedule
+from .schedule import create_schedule as create_schedule
+from .scheduled import ScheduledModel as ScheduledModel
+from .scheduled import build as build
+from .weights import cat as cat
+from .weights import transpose as transpose

@@ -1,0 +1,152 @@
+"""The way back: full original tensors out of the ranks' parts, as a state dict or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .collectives import gather_parts
+from .execution import original_class
+
+if TYPE_CHECKING:
+    from .scheduled import ScheduledModel
+
+# this rank's tensor of a present parameter; None leaves it out (a parameter without a gradient)
+ReadParameter = Callable[[nn.Parameter], Tensor | None]
+
+
+def consolidate(scheduled: ScheduledModel, read: ReadParameter | None = None) -> dict[str, Tensor]:
+    """The original model's state dict, full and exact: same keys, order, shapes and ties, without padding.
+
+    Collective: every rank of a tp group calls it, and every rank gets it. ``read`` gives this rank's tensor of a
+    parameter where it is not the parameter itself; see ``gradients``. Raises RuntimeError on a virtual mesh.
+    """
+    full = {name: tensor.clone() for name, tensor in full_tensors(scheduled, read)}
+    full |= {name: buffer.detach().clone() for name, buffer in _persistent_buffers(scheduled)}
+    ties = scheduled.ties
+    return {key: full[ties.get(key, key)] for key in scheduled.original.keys if ties.get(key, key) in full}
+
+
+def gradients(scheduled: ScheduledModel, read: ReadParameter | None = None) -> dict[str, Tensor]:
+    """The gradient of every original parameter that has one, full, by its first name. Collective over tp.
+
+    ``read`` gives this rank's gradient of a parameter; by default ``.grad``.
+    """
+    return {name: tensor.clone() for name, tensor in full_tensors(scheduled, read or (lambda p: p.grad))}
+
+
+def full_tensors(scheduled: ScheduledModel, read: ReadParameter | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(original name, full tensor), one present parameter at a time. Collective over tp."""
+    mesh, shapes = scheduled.mesh, scheduled.original.shapes
+    if mesh.is_virtual and scheduled.layouts:
+        raise RuntimeError(f"a virtual mesh (tp={mesh.tp}) has this rank's part only; consolidate on the mesh of a dialect")
+    for name, parameter in scheduled.model.named_parameters():
+        local = parameter.detach() if read is None else read(parameter)
+        if local is None:
+            continue
+        layout = scheduled.layouts.get(name)
+        if layout is not None and mesh.tp > 1:
+            assert mesh.tp_group is not None
+            local = layout.merge(gather_parts(local, mesh.tp_group))
+        yield from scheduled.weights[name].invert(local, shapes)
+
+
+def _persistent_buffers(scheduled: ScheduledModel) -> Iterator[tuple[str, Tensor]]:
+    present = dict(scheduled.model.named_buffers(remove_duplicate=False))
+    for key in scheduled.original.keys:
+        if key in present:
+            yield key, present[key]
+
+
+def save_pretrained(
+    scheduled: ScheduledModel,
+    folder: str | Path,
+    read: ReadParameter | None = None,
+    *,
+    max_shard_size: int = 5 * 10**9,
+) -> None:
+    """Write a Hugging Face folder that plain ``from_pretrained`` loads; full tensors, one name for a tied one.
+
+    Collective: every rank calls it; the mesh's rank 0 writes, holding one file of ``max_shard_size`` bytes at a time.
+    Files appear under their names only when all of them are complete.
+    """
+    folder = Path(folder)
+    writer = _ShardWriter(folder, max_shard_size) if scheduled.mesh.rank == 0 else None
+    try:
+        for name, tensor in full_tensors(scheduled, read):
+            if writer:
+                writer.add(name, tensor)
+        if writer:
+            for name, buffer in _persistent_buffers(scheduled):
+                writer.add(name, buffer.detach())
+            _write_configs(scheduled, writer.folder, next(scheduled.model.parameters()).dtype)
+            writer.publish()
+    finally:
+        if writer:
+            writer.clean_up()
+
+
+class _ShardWriter:
+    """Collects tensors into safetensors files in a hidden folder, which ``publish`` moves to their place."""
+
+    def __init__(self, target: Path, limit: int) -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        self.target, self.limit = target, limit
+        self._temporary = tempfile.TemporaryDirectory(prefix=".partial-", dir=target)
+        self.folder = Path(self._temporary.name)
+        self._pending: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._bytes = self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._pending and self._bytes + size > self.limit:
+            self._flush()
+        self._pending[name] = tensor.cpu().clone().contiguous()
+        self._bytes += size
+        self._total += size
+
+    def _flush(self) -> None:
+        save_file(self._pending, self.folder / f"{len(self._files)}.safetensors", metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._bytes = {}, 0
+
+    def publish(self) -> None:
+        self._flush()
+        count = len(self._files)
+        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        if count == 1:
+            names = ["model.safetensors"]
+        else:
+            index = {name: file for file, held in zip(names, self._files, strict=True) for name in held}
+            content = {"metadata": {"total_size": self._total}, "weight_map": index}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))
+        for i, name in enumerate(names):
+            os.replace(self.folder / f"{i}.safetensors", self.folder / name)
+        for old in [*self.target.glob("model*.safetensors"), self.target / "model.safetensors.index.json"]:
+            old.unlink(missing_ok=True)
+        for file in sorted(self.folder.iterdir()):
+            os.replace(file, self.target / file.name)
+
+    def clean_up(self) -> None:
+        self._temporary.cleanup()
+
+
+def _write_configs(scheduled: ScheduledModel, folder: Path, dtype: torch.dtype) -> None:
+    model: Any = scheduled.model
+    if hasattr(model, "config"):
+        config = copy.deepcopy(model.config)
+        config.architectures = [original_class(model).__name__]
+        config.dtype = str(dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,214 @@
+"""What a scheduled module does around its own forward: syncs, checkpointing, random streams, partial parameters.
+
+A module that a primitive changes keeps its identity, paths, parameters and hooks; its class becomes a subclass of its
+own with the same name whose forward runs the module's ``Plan``. Hooks that anybody registers on the module hence see
+what the untouched module would have given them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from . import rng
+from .collectives import gather_parts, sum_over
+from .mesh import Mesh
+
+Forward = Callable[..., Any]
+# (module, the forward that it wraps, args, kwargs) -> output
+Around = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One applied sync: ``before`` maps an input tensor, ``after`` an output tensor, ``inputs`` says which inputs."""
+
+    mode: Literal["fwd_pre", "fwd_post", "bwd_post"]
+    op: str
+    function: Callable[[Tensor], Tensor]
+    argument: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that happens around one module's forward, in the order of ``run``."""
+
+    mesh: Mesh
+    kernel: Callable[..., Tensor] | None = None
+    around: Around | None = None
+    syncs: tuple[Sync, ...] = ()
+    deferred_bias: bool = False
+    checkpoint: bool = False
+    random: Literal["default", "forked", "shared"] = "default"
+    # parameter name -> how many neighbouring ranks hold the same slice and each see a part of its gradient
+    partial_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def plan_of(module: nn.Module) -> Plan | None:
+    """The module's plan, None where no primitive changed how it runs."""
+    return module.__dict__.get("_partbook_plan")
+
+
+def change_plan(module: nn.Module, mesh: Mesh, **changes: Any) -> None:
+    """Give ``module`` a plan, or change the one that it has."""
+    plan = plan_of(module)
+    if plan is None:
+        plan = Plan(mesh)
+        module.__class__ = _scheduled_class(type(module))
+    module.__dict__["_partbook_plan"] = dataclasses.replace(plan, **changes)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before any primitive changed how it runs."""
+    return getattr(type(module), "_partbook_original", type(module))
+
+
+@functools.cache
+def _scheduled_class(cls: type[nn.Module]) -> type[nn.Module]:
+    # wraps() keeps the signature: transformers' Trainer reads it to learn which columns the model takes.
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(self, functools.partial(cls.forward, self), args, kwargs)
+
+    names = {"forward": forward, "_partbook_original": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (cls,), {**names, "__qualname__": cls.__qualname__})
+
+
+def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward of a scheduled module."""
+    plan: Plan = module.__dict__["_partbook_plan"]
+    if plan.mesh.is_virtual:
+        raise RuntimeError(
+            f"this {type(module).__name__} is scheduled on a virtual mesh (tp={plan.mesh.tp}): it can be planned, "
+            "counted and filled with weights; to run it, schedule it on the mesh of a dialect"
+        )
+    _sum_partial_gradients(module, plan)
+    for sync in plan.syncs:
+        args, kwargs = _apply_to_inputs(sync, module, args, kwargs)
+    call = functools.partial(plan.kernel, module) if plan.kernel else forward
+    if plan.around:
+        call = functools.partial(plan.around, module, call)
+        output = call(args, kwargs)
+    elif plan.checkpoint and module.training and torch.is_grad_enabled():
+        # Recomputing must not write a key-value cache a second time.
+        args, kwargs = tree_map(_without_cache, (args, kwargs), is_leaf=_is_cache)
+        output = checkpoint(_on_stream, plan, module.training, call, *args, use_reentrant=False, **kwargs)
+    else:
+        output = _on_stream(plan, module.training, call, *args, **kwargs)
+    for sync in plan.syncs:
+        if sync.mode == "fwd_post":
+            output = _apply_to_output(sync, output)
+    if plan.deferred_bias:
+        # A partial sum takes its bias once, after the ranks' parts are added.
+        output = output + module.bias
+    return output
+
+
+def _on_stream(plan: Plan, training: bool, call: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    with _stream(plan, training):
+        return call(*args, **kwargs)
+
+
+def _stream(plan: Plan, training: bool) -> AbstractContextManager[None]:
+    if not training or plan.mesh.tp == 1 or plan.random == "default":
+        return nullcontext()
+    return rng.forked(plan.mesh.tp_rank) if plan.random == "forked" else rng.shared()
+
+
+def _apply_to_inputs(
+    sync: Sync, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if sync.mode == "fwd_post":
+        return args, kwargs
+    if sync.argument is not None:
+        return _apply_to_argument(sync, module, args, kwargs)
+    if sync.mode == "bwd_post":
+        # Every input of a parallel region gets a partial gradient.
+        return tree_map(lambda x: sync.function(x) if _takes_gradient(x) else x, (args, kwargs), is_leaf=_is_cache)
+    for i, value in enumerate(args):
+        if _is_activation(value):
+            return (*args[:i], sync.function(value), *args[i + 1 :]), kwargs
+    for name, value in kwargs.items():
+        if _is_activation(value):
+            return args, {**kwargs, name: sync.function(value)}
+    raise TypeError(f"{type(module).__name__} was called without a floating-point tensor that a {sync.op} could act on")
+
+
+def _apply_to_argument(
+    sync: Sync, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert sync.argument is not None
+    if sync.argument in kwargs:
+        return args, {**kwargs, sync.argument: sync.function(kwargs[sync.argument])}
+    position = argument_names(module).index(sync.argument)
+    if position >= len(args):
+        raise TypeError(f"{type(module).__name__} was called without {sync.argument!r}, which a {sync.op} acts on")
+    return (*args[:position], sync.function(args[position]), *args[position + 1 :]), kwargs
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of the module's forward, without self."""
+    return _argument_names(type(module))
+
+
+@functools.cache
+def _argument_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _apply_to_output(sync: Sync, output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return sync.function(output)
+    if type(output) in (tuple, list) and output and isinstance(output[0], Tensor):
+        return type(output)([sync.function(output[0]), *output[1:]])
+    raise TypeError(f"a {sync.op} acts on a tensor or on the first of a tuple, not on a {type(output).__name__}")
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _takes_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _is_cache(x: Any) -> bool:
+    # Looked up, not imported: a plain PyTorch model does not need transformers.
+    caches = sys.modules.get("transformers.cache_utils")
+    return caches is not None and isinstance(x, caches.Cache)
+
+
+def _without_cache(x: Any) -> Any:
+    return None if _is_cache(x) else x
+
+
+def _sum_partial_gradients(module: nn.Module, plan: Plan) -> None:
+    """See that the gradients of ``partial_gradients`` are complete when they reach the parameter.
+
+    A hook on the parameter runs before the gradient is accumulated, so accumulation, ZeRO's reductions and DDP's all
+    see whole gradients. It is looked after here because a copy of a parameter, or a new one, does not have it.
+    """
+    for name, sharers in plan.partial_gradients.items():
+        parameter = module._parameters[name]
+        if parameter is not None and parameter.requires_grad and not hasattr(parameter, "_partbook_sum"):
+            handle = parameter.register_hook(functools.partial(_sum_gradient, plan.mesh, sharers))
+            parameter._partbook_sum = handle  # type: ignore[attr-defined]
+
+
+def _sum_gradient(mesh: Mesh, sharers: int, grad: Tensor) -> Tensor:
+    assert mesh.tp_group is not None
+    if sharers == mesh.tp:
+        return sum_over(grad, mesh.tp_group)
+    first = mesh.tp_rank // sharers * sharers
+    return torch.stack(gather_parts(grad, mesh.tp_group)[first : first + sharers]).sum(dim=0)

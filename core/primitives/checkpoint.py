@@ -1,0 +1,36 @@
+"""``checkpoint``: recompute a module in the backward pass instead of keeping its activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import Problem
+from ..execution import change_plan, plan_of
+from ..primitive import Primitive, Site
+
+
+@dataclass(frozen=True)
+class Checkpoint(Primitive):
+    """Keep only this module's inputs in the forward pass and run it again in the backward pass.
+
+    ::
+
+        memory of a block: its activations  --checkpoint()-->  its inputs; time: one more forward of the block
+
+    Non-reentrant recomputation (``torch.utils.checkpoint``); random states are replayed, so gradients are bitwise the
+    same. A key-value cache is not passed into a recomputed module while training.
+    """
+
+    verb: ClassVar[str] = "checkpoint"
+
+    def check(self, site: Site) -> Iterator[Problem]:
+        plan = plan_of(site.module)
+        if plan is not None and plan.checkpoint:
+            yield Problem("it is checkpointed already")
+        if plan is not None and plan.around is not None:
+            yield Problem("the model that holds a sharded loss cannot be checkpointed", "checkpoint its blocks")
+
+    def apply(self, site: Site) -> None:
+        change_plan(site.module, site.mesh, checkpoint=True)

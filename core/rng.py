@@ -1,0 +1,59 @@
+"""Random numbers under tensor parallelism: equal on replicated activations, different inside sharded regions.
+
+The default stream is equal on the ranks of one tp group and runs through replicated code. A *forked* region draws one
+seed from it and runs on a stream of its own, seeded with that number and the tp rank; afterwards the default stream
+goes on from where the draw left it. Nothing is kept between regions, so restoring the default stream, as
+``torch.utils.checkpoint`` does before it recomputes, restores everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_shared_streams: list[list[Tensor]] = []
+
+
+def _states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.accelerator.is_available():
+        states.append(torch.get_device_module().get_rng_state())
+    return states
+
+
+def _restore(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module().set_rng_state(states[1])
+
+
+@contextmanager
+def forked(tp_rank: int) -> Iterator[None]:
+    """Run on a stream that differs between the tp ranks."""
+    # The seed comes from the host's stream: no device synchronisation.
+    seed = int(torch.randint(2**48, (), device="cpu"))
+    _shared_streams.append(_states())
+    torch.manual_seed(seed * 1024 + tp_rank)
+    try:
+        yield
+    finally:
+        _restore(_shared_streams.pop())
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Inside a forked region: run on the default stream again, for replicated activations."""
+    if not _shared_streams:
+        yield
+        return
+    own = _states()
+    outer = _shared_streams.pop()
+    _restore(outer)
+    try:
+        yield
+    finally:
+        _shared_streams.append(_states())
+        _restore(own)

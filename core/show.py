@@ -1,0 +1,54 @@
+"""A schedule as a tree: class, shapes, shards, syncs, recomputation and random streams of every module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .execution import plan_of
+from .state import State
+
+if TYPE_CHECKING:
+    from .schedule import Schedule
+
+
+def tree(sch: Schedule) -> str:
+    """The node and everything below it, one module a line; equal neighbours are shown once."""
+    title = sch.path or "(model)"
+    mesh = sch.mesh
+    head = f"{title}: {_line(sch.state, sch.path, sch.module)}"
+    if not sch.path:
+        head += f"   [dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, rank {mesh.rank}{', virtual' if mesh.is_virtual else ''}]"
+    return "\n".join([head, *_below(sch.state, sch.path, sch.module, "  ")])
+
+
+def _below(state: State, path: str, module: nn.Module, indent: str) -> Iterator[str]:
+    blocks: list[tuple[list[str], list[str]]] = []
+    for name, child in module.named_children():
+        below = f"{path}.{name}".lstrip(".")
+        lines = [_line(state, below, child), *_below(state, below, child, indent + "  ")]
+        if blocks and blocks[-1][1] == lines and name.isdigit():
+            blocks[-1][0].append(name)
+        else:
+            blocks.append(([name], lines))
+    for names, (first, *rest) in blocks:
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        yield f"{indent}{label}: {first}"
+        yield from rest
+
+
+def _line(state: State, path: str, module: nn.Module) -> str:
+    parts = [type(module).__name__]
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            layout = state.layouts.get(state.canonical(parameter))
+            parts.append(f"{name} {list(parameter.shape)}" + (f" ({layout})" if layout else ""))
+    parts += [sync.as_call() for sync in state.syncs.get(path, ())]
+    plan = plan_of(module)
+    if plan is not None:
+        parts += ["checkpoint"] if plan.checkpoint else []
+        parts += [f"{plan.random} rng"] if plan.random != "default" else []
+        parts += [f"gradient of {name} summed over {n}" for name, n in plan.partial_gradients.items()]
+    return "  ".join(parts)

@@ -1,0 +1,1 @@
+"""Adapters that turn a scheduled model into what one framework runs."""

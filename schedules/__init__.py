@@ -1,0 +1,1 @@
+"""Schedules for families of models, one file a family; the core only."""
