@@ -16,11 +16,16 @@ from .mesh import Mesh as Mesh
 from .primitive import Primitive as Primitive
 from .primitive import Site as Site
 from .registry import apply_schedule as apply_schedule
+from .registry import find_dialect as find_dialect
 from .registry import find_schedule as find_schedule
 from .registry import model_schedule as model_schedule
+from .registry import rehearse as rehearse
 from .schedule import Schedule as Schedule
 from .schedule import create_schedule as create_schedule
 from .scheduled import ScheduledModel as ScheduledModel
 from .scheduled import build as build
+from .verify import Report as Report
+from .verify import VerificationError as VerificationError
+from .verify import verify as verify
 from .weights import cat as cat
 from .weights import transpose as transpose

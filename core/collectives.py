@@ -30,7 +30,7 @@ def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_parts(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Every rank's ``x`` in rank order; no backward."""
     size = group.size()
-    stacked = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    stacked = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(-1), size, group.group_name))
     return list(stacked.view(size, *x.shape).unbind())
 
 

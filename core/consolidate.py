@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
+import itertools
 import json
 import os
 import tempfile
@@ -15,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .collectives import gather_parts
+from .errors import PartbookError
 from .execution import original_class
 
 if TYPE_CHECKING:
@@ -31,7 +35,7 @@ def consolidate(scheduled: ScheduledModel, read: ReadParameter | None = None) ->
     parameter where it is not the parameter itself; see ``gradients``. Raises RuntimeError on a virtual mesh.
     """
     full = {name: tensor.clone() for name, tensor in full_tensors(scheduled, read)}
-    full |= {name: buffer.detach().clone() for name, buffer in _persistent_buffers(scheduled)}
+    full |= {name: buffer.clone() for name, buffer in _persistent_buffers(scheduled)}
     ties = scheduled.ties
     return {key: full[ties.get(key, key)] for key in scheduled.original.keys if ties.get(key, key) in full}
 
@@ -64,7 +68,7 @@ def _persistent_buffers(scheduled: ScheduledModel) -> Iterator[tuple[str, Tensor
     present = dict(scheduled.model.named_buffers(remove_duplicate=False))
     for key in scheduled.original.keys:
         if key in present:
-            yield key, present[key]
+            yield key, present[key].detach()
 
 
 def save_pretrained(
@@ -79,20 +83,52 @@ def save_pretrained(
     Collective: every rank calls it; the mesh's rank 0 writes, holding one file of ``max_shard_size`` bytes at a time.
     Files appear under their names only when all of them are complete.
     """
-    folder = Path(folder)
-    writer = _ShardWriter(folder, max_shard_size) if scheduled.mesh.rank == 0 else None
+    tensors = full_tensors(scheduled, read)
+    if scheduled.mesh.rank == 0:
+        _write_folder(scheduled, itertools.chain(tensors, _persistent_buffers(scheduled)), Path(folder), max_shard_size)
+    else:
+        # The other ranks take part in gathering.
+        collections.deque(tensors, maxlen=0)
+
+
+def _write_folder(scheduled: ScheduledModel, tensors: Iterator[tuple[str, Tensor]], folder: Path, limit: int) -> None:
+    writer = _ShardWriter(folder, limit)
     try:
-        for name, tensor in full_tensors(scheduled, read):
-            if writer:
-                writer.add(name, tensor)
-        if writer:
-            for name, buffer in _persistent_buffers(scheduled):
-                writer.add(name, buffer.detach())
-            _write_configs(scheduled, writer.folder, next(scheduled.model.parameters()).dtype)
-            writer.publish()
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        _write_configs(scheduled, writer.folder, next(scheduled.model.parameters()).dtype)
+        writer.publish()
     finally:
-        if writer:
-            writer.clean_up()
+        writer.clean_up()
+
+
+def guard_save_pretrained(scheduled: ScheduledModel) -> None:
+    """Keep ``model.save_pretrained`` from writing this rank's slices as if they were the model.
+
+    It takes a full ``state_dict`` (transformers' Trainer passes one) and refuses everything else.
+    """
+    if hasattr(scheduled.model, "save_pretrained"):
+        scheduled.model.save_pretrained = functools.partial(_save_whole, scheduled)  # type: ignore[assignment]
+
+
+def _save_whole(
+    scheduled: ScheduledModel,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    **_: Any,
+) -> None:
+    given = {name: tuple(tensor.shape) for name, tensor in (state_dict or {}).items()}
+    wanted = {name: scheduled.original.shapes[name] for name in scheduled.original.keys}
+    if not given or any(given.get(name, shape) != shape for name, shape in wanted.items()) or given.keys() - wanted.keys():
+        raise PartbookError(
+            "model.save_pretrained of a scheduled model would write this rank's slices as if they were the model\n"
+            "  hint: save_pretrained of partbook.core (scheduled, folder) or partbook.dialects.deepspeed (engine, folder), "
+            "called on every rank"
+        )
+    if is_main_process and state_dict is not None:
+        first = {name: tensor for name, tensor in state_dict.items() if name not in scheduled.ties}
+        _write_folder(scheduled, iter(first.items()), Path(save_directory), 5 * 10**9)
 
 
 class _ShardWriter:
@@ -111,7 +147,7 @@ class _ShardWriter:
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._bytes + size > self.limit:
             self._flush()
-        self._pending[name] = tensor.cpu().clone().contiguous()
+        self._pending[name] = tensor.detach().cpu().clone().contiguous()
         self._bytes += size
         self._total += size
 

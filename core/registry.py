@@ -23,6 +23,7 @@ from .schedule import Schedule, create_schedule
 from .scheduled import build
 
 GROUP = "partbook.schedules"
+DIALECTS = "partbook.dialects"
 ScheduleFunction = Callable[..., Any]
 
 
@@ -111,6 +112,17 @@ def find_schedule(what: str | ScheduleFunction | ModelSchedule) -> ModelSchedule
     return _SCHEDULES[what]
 
 
+def find_dialect(name: str) -> Any:
+    """The module of a dialect, by its name in the entry-point group ``partbook.dialects``.
+
+    Raises ValueError with the near names.
+    """
+    points = {point.name: point for point in entry_points(group=DIALECTS)}
+    if name not in points:
+        raise ValueError(f"no dialect {name!r}; {did_you_mean(name, sorted(points))}")
+    return points[name].load()
+
+
 def _from_code(what: str) -> ModelSchedule:
     place, _, name = what.rpartition(":") if not what.endswith(".py") else (what, "", "schedule")
     module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -135,12 +147,11 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def apply_schedule(sch: Schedule, what: str | ScheduleFunction | ModelSchedule, options: Any = None) -> Schedule:
-    """Apply a whole model schedule, or nothing of it; returns ``sch``.
+def rehearse(sch: Schedule, what: str | ScheduleFunction | ModelSchedule, options: Any = None) -> Schedule:
+    """``apply_schedule`` on a copy of the model on the meta device: what ``sch`` would become. Touches nothing.
 
-    It is run on a copy of the model on the meta device first, so whatever it refuses leaves the model as it was; the
-    schedule function is hence called twice. Raises ValueError for an unknown schedule or option, ScheduleError for a
-    model that the schedule is not for and for every broken rule.
+    Raises ValueError for an unknown schedule or option, ScheduleError for a model that the schedule is not for and for
+    every broken rule.
     """
     schedule = find_schedule(what)
     options = schedule.parse(options)
@@ -150,7 +161,17 @@ def apply_schedule(sch: Schedule, what: str | ScheduleFunction | ModelSchedule, 
         trial[step.path].do(step.primitive)
     schedule(_node(trial, sch.path), options)
     build(trial)
-    schedule(sch, options)
+    return trial
+
+
+def apply_schedule(sch: Schedule, what: str | ScheduleFunction | ModelSchedule, options: Any = None) -> Schedule:
+    """Apply a whole model schedule, or nothing of it; returns ``sch``.
+
+    It is rehearsed first, so whatever it refuses leaves the model as it was; its function is hence called twice.
+    Raises as ``rehearse`` does.
+    """
+    rehearse(sch, what, options)
+    find_schedule(what)(sch, options)
     return sch
 
 

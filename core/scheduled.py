@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .consolidate import guard_save_pretrained
 from .errors import Problem, ScheduleError, user_line
 from .history import History
 from .layout import Layout
 from .mesh import Mesh
 from .roles import kind_of, output_of
 from .state import Original, State
-from .weights import Expression
+from .weights import Expression, Source
 
 if TYPE_CHECKING:
     from .primitives.sync import Sync
@@ -39,8 +39,6 @@ class ScheduledModel:
     syncs: Mapping[str, tuple[Sync, ...]]
     annotations: Mapping[str, Mapping[str, Any]]
     history: History
-    # parameters that a replace dropped -> the name of the one that took their place
-    replaced: Mapping[nn.Parameter, str]
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -49,6 +47,11 @@ class ScheduledModel:
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The unsharded, unpadded shape of the present parameter ``name``."""
         return self.weights[name].shape(self.original.shapes)
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank counts the parameter in a sum over the tp group that takes every element once."""
+        layout, rank = self.layouts.get(name), self.mesh.tp_rank
+        return layout.is_first_replica(rank) if layout else rank == 0
 
 
 def build(sch: Schedule) -> ScheduledModel:
@@ -61,17 +64,19 @@ def build(sch: Schedule) -> ScheduledModel:
     ]
     if problems:
         raise ScheduleError("build(sch)", problems, user_line())
-    return ScheduledModel(
+    scheduled = ScheduledModel(
         model=state.model,
         mesh=state.mesh,
         original=state.original,
-        weights=MappingProxyType(dict(state.weights)),
-        layouts=MappingProxyType(dict(state.layouts)),
-        syncs=MappingProxyType({path: tuple(syncs) for path, syncs in state.syncs.items()}),
-        annotations=MappingProxyType(dict(state.annotations)),
+        weights=dict(state.weights),
+        layouts=dict(state.layouts),
+        syncs={path: tuple(syncs) for path, syncs in state.syncs.items()},
+        annotations=dict(state.annotations),
         history=state.history,
-        replaced=state.replaced,  # type: ignore[arg-type]
     )
+    if state.layouts or any(not isinstance(made, Source) for made in state.weights.values()):
+        guard_save_pretrained(scheduled)
+    return scheduled
 
 
 def _unfinished(state: State, path: str, module: nn.Module) -> Iterator[Problem]:

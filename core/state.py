@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .layout import Layout
 from .mesh import Mesh
@@ -72,8 +71,6 @@ class State:
     annotations: dict[str, dict[str, Any]] = field(default_factory=dict)
     # paths of the heads whose loss is computed on vocabulary shards
     sharded_losses: list[str] = field(default_factory=list)
-    # parameters that a replace dropped -> the canonical name of the one that took their place
-    replaced: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
     _names: dict[int, str] | None = None
 
     @staticmethod

@@ -125,10 +125,8 @@ class Replace(Primitive):
             full = state.canonical(made[name])
             state.weights[full] = expression.substitute(by_local)
             notes = [state.annotations.pop(full_names[source], None) for source in expression.names()]
-            if isinstance(expression, Source):
-                state.annotations.update({full: notes[0]} if notes[0] else {})
-            else:
-                state.replaced.update({old_named[source]: full for source in expression.names()})
+            if isinstance(expression, Source) and notes[0]:
+                state.annotations[full] = notes[0]
         order = {name: i for i, (name, _) in enumerate(state.model.named_parameters())}
         state.weights = dict(sorted(state.weights.items(), key=lambda item: order[item[0]]))
         assert list(state.weights) == list(order)

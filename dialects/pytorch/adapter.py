@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from partbook.core import Mesh, ScheduledModel, apply_schedule, build, create_schedule, materialize
+from partbook.core import Mesh, ScheduledModel, apply_schedule, build, create_schedule, materialize, rehearse
 
 from ..batches import check_first_batch
-from ..ranks import make_mesh, seed_ranks
+from ..ranks import agree_on_weights, make_mesh, seed_ranks
 
 
 def initialize(
@@ -33,7 +33,10 @@ def initialize(
     ranks; the first batch is checked to be the same on all ranks of a tp group.
     """
     mesh = mesh or make_mesh(tp)
-    scheduled = build(apply_schedule(create_schedule(model, mesh), schedule, schedule_args))
+    sch = create_schedule(model, mesh)
+    rehearse(sch, schedule, schedule_args)
+    agree_on_weights(model, mesh)
+    scheduled = build(apply_schedule(sch, schedule, schedule_args))
     if weights is not None:
         materialize(scheduled, weights, device=device)
     elif any(parameter.is_meta for parameter in model.parameters()):
@@ -55,7 +58,7 @@ def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
     mesh = scheduled.mesh
     grads = [(name, p.grad) for name, p in scheduled.model.named_parameters() if p.grad is not None]
     squares = [grad.float().pow(2).sum() if grad.dtype != torch.float64 else grad.pow(2).sum()
-               for name, grad in grads if counts_here(scheduled, name)]
+               for name, grad in grads if scheduled.counts_here(name)]
     total = torch.stack(squares).sum() if squares else torch.zeros(())
     if mesh.tp > 1:
         dist.all_reduce(total, group=mesh.tp_group)
@@ -65,8 +68,3 @@ def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
         grad.mul_(scale.to(grad.dtype))
     return norm
 
-
-def counts_here(scheduled: ScheduledModel, name: str) -> bool:
-    """Whether this rank counts the parameter in a sum over the tp group that takes every element once."""
-    layout, rank = scheduled.layouts.get(name), scheduled.mesh.tp_rank
-    return layout.is_first_replica(rank) if layout else rank == 0

@@ -1,0 +1,221 @@
+"""``initialize``: a scheduled model in DeepSpeed's own engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.optim import Optimizer
+
+from partbook.core import (
+    Mesh,
+    PartbookError,
+    Schedule,
+    ScheduledModel,
+    build,
+    create_schedule,
+    find_schedule,
+    materialize,
+    rehearse,
+)
+
+from ..batches import check_first_batch
+from ..ranks import agree_on_weights, check_tp, make_mesh, seed_ranks
+from .arguments import schedule_options
+from .config import load, resolve
+from .mpu import MeshUnit
+from .weights import refuse_partial_saves
+
+# The untouched one: a launcher may have put another in its place.
+_deepspeed_initialize = deepspeed.initialize
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    *,
+    schedule: Any = None,
+    schedule_args: Any = None,
+    tp: int | None = None,
+    weights: Any = None,
+    world_batches: bool = False,
+) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize`` with a schedule: the same arguments, the same four values.
+
+    ``schedule`` (a name, ``file.py:function`` or a function), ``schedule_args`` (its options) and ``tp`` default to the
+    flags of ``add_schedule_arguments`` in ``args``. ``weights`` (a Hugging Face folder, a dense model, or an int to seed
+    fresh initialisation) fills a model on the meta device. The config is used as it is: batch sizes count
+    dp = world / tp, 'auto' values are resolved; ``world_batches`` says that its train_batch_size was computed over all
+    ranks and is to be put right. ``engine.scheduled`` is the scheduled model.
+
+    Collective: every rank calls it. Raises ConfigError, ScheduleError, ValueError or WeightsError before the model, the
+    optimizer or an engine is touched.
+    """
+    if model is None:
+        raise ValueError("initialize requires a model")
+    if mpu is not None or mesh_param is not None:
+        raise ValueError("Partbook makes the mpu out of tp: leave out mpu and mesh_param")
+    schedule, schedule_args, tp = _from_arguments(args, schedule, schedule_args, tp)
+    parameters = None if model_parameters is None else list(model_parameters)
+    config = load(config if config is not None else config_params, args)
+    _init_distributed(distributed_port, dist_init_required)
+    plan = Mesh(dp=check_tp(tp, dist.get_world_size()), tp=tp, rank=dist.get_rank())
+    config = resolve(config, plan, model, args, world_batches)
+    _refuse_partitioned(model)
+    trial = rehearse(create_schedule(model, plan), schedule, schedule_args)
+    _check_groups(trial, model, parameters if optimizer is None else optimizer)
+    if weights is None and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device: pass weights= (a folder, a dense model, or a seed)")
+
+    mesh = make_mesh(tp)
+    scheduled = _schedule(model, mesh, schedule, schedule_args, weights, [parameters, optimizer])
+    _mark_parameters(scheduled)
+    seed_ranks(mesh)
+    buffers = _full_precision_buffers(model)
+    engine, *others = _deepspeed_initialize(
+        args=_without_config(args),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=MeshUnit(mesh),
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=config,
+    )
+    _restore_buffers(model, buffers)
+    check_first_batch(model, mesh)
+    refuse_partial_saves(engine)
+    engine.scheduled = scheduled
+    return (engine, *others)
+
+
+def _from_arguments(args: Any, schedule: Any, schedule_args: Any, tp: int | None) -> tuple[Any, Any, int]:
+    if schedule is None:
+        schedule = getattr(args, "schedule", None)
+        if schedule is None:
+            raise ValueError("no schedule: pass schedule=, or args with the flags of add_schedule_arguments")
+    if schedule_args is None:
+        schedule_args = schedule_options(getattr(args, "schedule_arg", []))
+    return schedule, schedule_args, int(getattr(args, "tp", 1) if tp is None else tp)
+
+
+def _init_distributed(port: int, required: bool | None) -> None:
+    if get_accelerator().device_name() == "cpu":
+        # Serves DeepSpeed's inference only, and would be compiled first, for most of a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = get_accelerator().communication_backend_name()
+    deepspeed.init_distributed(dist_backend=backend, distributed_port=port, dist_init_required=required)
+
+
+def _refuse_partitioned(model: nn.Module) -> None:
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise PartbookError(
+            "the model's parameters are partitioned already (deepspeed.zero.Init), so they cannot be split over tp\n"
+            "  hint: build the model outside of zero.Init; on the meta device, with weights=, no rank ever holds it whole"
+        )
+
+
+def _check_groups(trial: Schedule, model: nn.Module, known: Any) -> None:
+    """Parameters that a schedule makes one must be in one group of the user's optimizer, which has no state yet."""
+    if isinstance(known, Optimizer) and any(known.state.values()):
+        raise ValueError("the optimizer has made steps already: its state has the shapes of the whole parameters")
+    groups = {id(p): i for i, group in enumerate(_groups(known)) for p in group["params"]}
+    named = dict(model.named_parameters())
+    for name, expression in trial.state.weights.items():
+        held = {groups.get(id(named[source])) for source in expression.names()}
+        if groups and len(held) > 1:
+            raise ValueError(
+                f"{', '.join(expression.names())} become one parameter {name}, but are in different groups of the optimizer"
+                "\n  hint: put them in one group, or do not fuse them"
+            )
+
+
+def _schedule(
+    model: nn.Module, mesh: Mesh, schedule: Any, schedule_args: Any, weights: Any, holders: list[Any]
+) -> ScheduledModel:
+    """Schedule and fill the model; whoever holds its parameters gets the new ones."""
+    before = dict(model.named_parameters())
+    agree_on_weights(model, mesh)
+    sch = create_schedule(model, mesh)
+    find_schedule(schedule)(sch, schedule_args)
+    scheduled = build(sch)
+    if weights is not None:
+        materialize(scheduled, weights, device=get_accelerator().current_device_name())
+    after = {id(before[source]): model.get_parameter(name)
+             for name, expression in scheduled.weights.items() for source in expression.names()}
+    for holder in holders:
+        _exchange(holder, after)
+    return scheduled
+
+
+def _groups(known: Any) -> list[dict[str, Any]]:
+    if isinstance(known, Optimizer):
+        return known.param_groups
+    if isinstance(known, list) and known:
+        return known if isinstance(known[0], dict) else [{"params": known}]
+    return []
+
+
+def _exchange(holder: Any, after: dict[int, nn.Parameter]) -> None:
+    if isinstance(holder, list) and holder and not isinstance(holder[0], dict):
+        holder[:] = _distinct(after.get(id(p), p) for p in holder)
+        return
+    for group in _groups(holder):
+        group["params"] = _distinct(after.get(id(p), p) for p in group["params"])
+
+
+def _distinct(parameters: Iterable[Any]) -> list[Any]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _mark_parameters(scheduled: ScheduledModel) -> None:
+    """DeepSpeed's gradient norm counts an unmarked parameter on tp rank 0 only (runtime/utils.py, 0.19)."""
+    for name, parameter in scheduled.model.named_parameters():
+        parameter.tensor_model_parallel = name in scheduled.layouts and scheduled.counts_here(name)
+
+
+def _full_precision_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that no checkpoint holds (rotary frequencies): the engine's cast to 16 bits would ruin them."""
+    persistent = set(model.state_dict())
+    return {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers()
+        if name not in persistent and buffer.dtype == torch.float32
+    }
+
+
+def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    for name, value in buffers.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        module._buffers[leaf] = value.to(module._buffers[leaf].device)  # type: ignore[union-attr]
+
+
+def _without_config(args: Any) -> Any:
+    """DeepSpeed refuses a config in args beside the one that is passed."""
+    if args is None:
+        return None
+    args = copy.copy(args)
+    for name in ("deepspeed_config", "deepscale_config"):
+        if hasattr(args, name):
+            setattr(args, name, None)
+    return args
