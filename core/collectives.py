@@ -82,6 +82,24 @@ def reduce_forward(x: Tensor, group: ProcessGroup) -> Tensor:
     return pair(x, lambda t: sum_over(t, group), _identity)
 
 
+class _ReduceInPlace(torch.autograd.Function):
+    """``reduce_forward`` without a copy, for a tensor that nothing else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.mark_dirty(x)
+        return _ops.wait_tensor(_ops.all_reduce_(x, "sum", group.group_name))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def reduce_forward_(x: Tensor, group: ProcessGroup) -> Tensor:
+    """``reduce_forward`` in place. ``x`` is contiguous, and no backward needs it as it was."""
+    return _ReduceInPlace.apply(x, group)
+
+
 def reduce_backward(x: Tensor, group: ProcessGroup) -> Tensor:
     """Identity forward, sum of the gradients over the ranks backward: enters a parallel region (Megatron's f)."""
     return pair(x, _identity, lambda grad: sum_over(grad, group))

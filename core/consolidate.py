@@ -120,7 +120,9 @@ def _save_whole(
 ) -> None:
     given = {name: tuple(tensor.shape) for name, tensor in (state_dict or {}).items()}
     wanted = {name: scheduled.original.shapes[name] for name in scheduled.original.keys}
-    if not given or any(given.get(name, shape) != shape for name, shape in wanted.items()) or given.keys() - wanted.keys():
+    # Of a tied tensor one name is enough, the first.
+    given = {name: wanted[name] for name in wanted.keys() & scheduled.ties.keys()} | given
+    if given != wanted:
         raise PartbookError(
             "model.save_pretrained of a scheduled model would write this rank's slices as if they were the model\n"
             "  hint: save_pretrained of partbook.core (scheduled, folder) or partbook.dialects.deepspeed (engine, folder), "

@@ -75,7 +75,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 @functools.cache
-def _scheduled_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _scheduled_class(cls: Any) -> Any:
     # wraps() keeps the signature: transformers' Trainer reads it to learn which columns the model takes.
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +111,7 @@ def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict
             output = _apply_to_output(sync, output)
     if plan.deferred_bias:
         # A partial sum takes its bias once, after the ranks' parts are added.
-        output = output + module.bias
+        output = output + module._parameters["bias"]
     return output
 
 
@@ -163,7 +163,7 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 
 @functools.cache
-def _argument_names(cls: type[nn.Module]) -> tuple[str, ...]:
+def _argument_names(cls: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import WeightsError
-from .sources import Source, find_source
+from .sources import FreshSource, Source, find_source
 from .weights import Expression
 
 if TYPE_CHECKING:
@@ -35,22 +35,36 @@ def materialize(
     """
     found = find_source(source, scheduled.original)
     _check(scheduled, found)
+    buffers = list(_made_buffers(scheduled, found, device))
+    made: list[tuple[nn.Parameter, Tensor]] = []
     for name, parameter in list(scheduled.model.named_parameters()):
-        local = _read_local(scheduled, name, found).to(parameter.dtype)
+        local = _read_local(scheduled, name, found)
+        if isinstance(found, FreshSource) or _is_replaced(parameter, device):
+            # A copy, so that no slice keeps a full tensor alive while the next is made, or shares the source's memory.
+            target = device or ("cpu" if parameter.is_meta else parameter.device)
+            local = torch.empty(local.shape, dtype=parameter.dtype, device=target).copy_(local)
+        if isinstance(found, FreshSource):
+            # That initialisation leaves a tensor alone shows only when tried: nothing changes before all are made.
+            made.append((parameter, local))
+        else:
+            _put(scheduled.model, parameter, local, device)
+    for parameter, local in made:
         _put(scheduled.model, parameter, local, device)
-    _fill_buffers(scheduled, found, source, device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
     return scheduled
 
 
 def _check(scheduled: ScheduledModel, source: Source) -> None:
-    problems = []
-    for expression in scheduled.weights.values():
-        for name in expression.names():
-            shape, wanted = source.shape(name), scheduled.original.shapes[name]
-            if shape is None:
-                problems.append(source.describe(name))
-            elif shape != wanted:
-                problems.append(f"{name!r} is {list(shape)} there, but {list(wanted)} in the model")
+    original, problems = scheduled.original, []
+    present = {f"{path}.{name}".lstrip(".") for _, path, name, _ in _buffers(scheduled.model)}
+    buffers = [name for name in original.buffers if name in original.keys and name in present]
+    for name in [*(name for expression in scheduled.weights.values() for name in expression.names()), *buffers]:
+        shape, wanted = source.shape(name), original.shapes[name]
+        if shape is None:
+            problems.append(source.describe(name))
+        elif shape != wanted:
+            problems.append(f"{name!r} is {list(shape)} there, but {list(wanted)} in the model")
     if problems:
         more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise WeightsError("these weights do not fit the model:\n  " + "\n  ".join(problems[:8]) + more)
@@ -70,35 +84,43 @@ def _read(expression: Expression, source: Source, scheduled: ScheduledModel, axi
     return expression.read(source.read, scheduled.original.shapes, axis, start, stop)
 
 
+def _is_replaced(parameter: nn.Parameter, device: torch.device | str | None) -> bool:
+    return parameter.is_meta or device is not None
+
+
 def _put(model: nn.Module, parameter: nn.Parameter, local: Tensor, device: torch.device | str | None) -> None:
     """Into the parameter itself where it is real, else into a new one in its place, ties kept."""
-    if not parameter.is_meta and device is None:
+    if not _is_replaced(parameter, device):
         with torch.no_grad():
             parameter.copy_(local)
         return
-    # A copy, so that no slice keeps a full tensor alive, nor shares memory with the source.
-    made = nn.Parameter(local.to(device or "cpu", copy=True).contiguous(), requires_grad=parameter.requires_grad)
+    made = nn.Parameter(local, requires_grad=parameter.requires_grad)
     for module in model.modules():
         for name, value in module._parameters.items():
             if value is parameter:
                 module._parameters[name] = made
 
 
-def _fill_buffers(
-    scheduled: ScheduledModel, source: Source, given: object, device: torch.device | str | None
-) -> None:
+def _made_buffers(
+    scheduled: ScheduledModel, source: Source, device: torch.device | str | None
+) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """(module, name, new value) of every buffer."""
+    fresh = source if isinstance(source, FreshSource) else FreshSource(0, scheduled.original)
     for module, path, name, buffer in _buffers(scheduled.model):
         full_name = f"{path}.{name}".lstrip(".")
         shape = source.shape(full_name)
-        if shape is not None and shape == tuple(buffer.shape):
+        if source is fresh and not buffer.is_meta and not fresh.initialises(full_name):
+            # What its constructor computed is its initialisation.
+            value = buffer
+        elif shape is not None and shape == tuple(buffer.shape):
             value = source.read(full_name, 0, 0, shape[0] if shape else 1)
         elif buffer.is_meta:
             # Computed by the model, as rotary frequencies are: files do not hold them.
-            fresh = find_source(0, scheduled.original)
             value = fresh.read(full_name, 0, 0, buffer.shape[0] if buffer.ndim else 1)
         else:
             value = buffer
-        module._buffers[name] = value.to(device or ("cpu" if buffer.is_meta else buffer.device), buffer.dtype)
+        target = device or ("cpu" if buffer.is_meta else buffer.device)
+        yield module, name, value.to(target, buffer.dtype, copy=value is not buffer)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:

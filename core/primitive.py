@@ -115,9 +115,11 @@ def _encode(value: Any, primitive: Primitive, argument: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_encode(item, primitive, argument) for item in value]
+        items = [_encode(item, primitive, argument) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
-        return {"dict": {key: _encode(item, primitive, argument) for key, item in value.items()}}
+        # Pairs: JSON would turn a key that is a number into text.
+        return {"dict": [[_encode(part, primitive, argument) for part in pair] for pair in value.items()]}
     for name, cls in _EXPRESSIONS.items():
         if isinstance(value, cls):
             fields = dataclasses.fields(value)  # type: ignore[arg-type]
@@ -146,12 +148,14 @@ def _importable_name(value: Callable[..., Any], primitive: Primitive, argument: 
 
 def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(_decode(item) for item in value)
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     [(kind, content)] = value.items()
+    if kind == "tuple":
+        return tuple(_decode(item) for item in content)
     if kind == "dict":
-        return {key: _decode(item) for key, item in content.items()}
+        return {_decode(key): _decode(item) for key, item in content}
     if kind == "function":
         module, _, qualified = content.partition(":")
         found: Any = importlib.import_module(module)

@@ -98,7 +98,8 @@ def _any_rank(mine: bool, scheduled: ScheduledModel) -> bool:
     group = scheduled.mesh.tp_group
     if group is None:
         return mine
-    return bool(torch.stack(gather_parts(torch.tensor(int(mine)), group)).any())
+    device = next(scheduled.model.parameters()).device
+    return bool(torch.stack(gather_parts(torch.tensor(int(mine), device=device), group)).any())
 
 
 def _layout_of(scheduled: ScheduledModel, path: str) -> Layout | None:

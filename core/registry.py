@@ -9,14 +9,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
 
 from .errors import Problem, ScheduleError, did_you_mean, user_line
 from .schedule import Schedule, create_schedule
@@ -41,7 +42,7 @@ class ModelSchedule:
 
     def options_type(self) -> type | None:
         """The dataclass of the options, ``dict`` for free ones, None where the function takes none."""
-        parameters = list(inspect.signature(self.function).parameters.values())
+        parameters = [p for p in inspect.signature(self.function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
         if len(parameters) < 2:
             return None
         hint = typing.get_type_hints(self.function).get(parameters[1].name)
@@ -69,6 +70,9 @@ class ModelSchedule:
         for key in given:
             if key not in hints:
                 raise ValueError(f"schedule {self.name!r} has no option {key!r}; {did_you_mean(key, hints)}")
+        for field in dataclasses.fields(kind):
+            if field.default is field.default_factory is dataclasses.MISSING and field.name not in given:
+                raise ValueError(f"schedule {self.name!r} needs the option {field.name!r}")
         return kind(**{key: _convert(self.name, key, value, hints[key]) for key, value in given.items()})
 
 
@@ -159,6 +163,11 @@ def rehearse(sch: Schedule, what: str | ScheduleFunction | ModelSchedule, option
     trial = create_schedule(copy.deepcopy(sch.state.original.skeleton), sch.mesh.at(sch.mesh.rank))
     for step in sch.history:
         trial[step.path].do(step.primitive)
+    for name, parameter in sch.state.model.named_parameters():
+        if parameter.grad is not None:
+            # The skeleton has none, and a primitive may refuse a parameter because of it.
+            twin = trial.state.model.get_parameter(name)
+            twin.grad = torch.empty_like(twin)
     schedule(_node(trial, sch.path), options)
     build(trial)
     return trial
@@ -194,14 +203,29 @@ def _models_of(name: str) -> tuple[str, ...]:
 
 
 def _convert(schedule: str, key: str, value: Any, hint: Any) -> Any:
-    parsed = _literal(value) if hint is not str else value
-    if hint is float and type(parsed) is int:
-        parsed = float(parsed)
-    accepted = hint if isinstance(hint, type) else typing.get_origin(hint)
-    if isinstance(accepted, type) and (not isinstance(parsed, accepted) or (hint is int and isinstance(parsed, bool))):
-        wanted = getattr(hint, "__name__", str(hint))
-        raise ValueError(f"option {key}={value!r} of schedule {schedule!r} is no {wanted}")
-    return parsed
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    # None before str, which takes any text.
+    kinds = sorted(typing.get_args(hint), key=lambda kind: kind is not types.NoneType) if union else [hint]
+    for kind in kinds:
+        parsed = _literal(value) if kind is not str else value
+        if kind is float and type(parsed) is int:
+            parsed = float(parsed)
+        if typing.get_origin(kind) is typing.Literal:
+            parsed = value if value in typing.get_args(kind) else parsed
+        if _fits(parsed, kind):
+            return parsed
+    choices = ", ".join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is typing.Literal else ""
+    wanted = f"none of {choices}" if choices else f"no {hint if union else getattr(hint, '__name__', hint)}"
+    raise ValueError(f"option {key}={value!r} of schedule {schedule!r} is {wanted}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    accepted = kind if isinstance(kind, type) else typing.get_origin(kind)
+    if not isinstance(accepted, type):
+        return True
+    return isinstance(value, accepted) and not (kind is int and isinstance(value, bool))
 
 
 def _literal(value: Any) -> Any:

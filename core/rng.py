@@ -17,14 +17,16 @@ from torch import Tensor
 _shared_streams: list[list[Tensor]] = []
 
 
-def _states() -> list[Tensor]:
+def get_streams() -> list[Tensor]:
+    """The states of the default streams: the host's, and the accelerator's where there is one."""
     states = [torch.get_rng_state()]
     if torch.accelerator.is_available():
         states.append(torch.get_device_module().get_rng_state())
     return states
 
 
-def _restore(states: list[Tensor]) -> None:
+def set_streams(states: list[Tensor]) -> None:
+    """Put the default streams where ``get_streams`` found them."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.get_device_module().set_rng_state(states[1])
@@ -35,12 +37,12 @@ def forked(tp_rank: int) -> Iterator[None]:
     """Run on a stream that differs between the tp ranks."""
     # The seed comes from the host's stream: no device synchronisation.
     seed = int(torch.randint(2**48, (), device="cpu"))
-    _shared_streams.append(_states())
+    _shared_streams.append(get_streams())
     torch.manual_seed(seed * 1024 + tp_rank)
     try:
         yield
     finally:
-        _restore(_shared_streams.pop())
+        set_streams(_shared_streams.pop())
 
 
 @contextmanager
@@ -49,11 +51,11 @@ def shared() -> Iterator[None]:
     if not _shared_streams:
         yield
         return
-    own = _states()
+    own = get_streams()
     outer = _shared_streams.pop()
-    _restore(outer)
+    set_streams(outer)
     try:
         yield
     finally:
-        _shared_streams.append(_states())
-        _restore(own)
+        _shared_streams.append(get_streams())
+        set_streams(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from typing import Concatenate, ParamSpec, Self
+from typing import Any, Concatenate, ParamSpec, Self
 
 from torch import nn
 
@@ -27,6 +27,8 @@ from .primitives import (
 from .state import State
 
 P = ParamSpec("P")
+
+_STEPS = "_partbook_steps"
 
 
 def _verb(primitive: Callable[P, Primitive]) -> Callable[Concatenate[Schedule, P], Schedule]:
@@ -53,8 +55,8 @@ class Schedule:
         self.state, self.path = state, path
 
     @property
-    def module(self) -> nn.Module:
-        """The module in its present form."""
+    def module(self) -> Any:
+        """The ``nn.Module`` in its present form."""
         return self.state.model.get_submodule(self.path)
 
     @property
@@ -108,6 +110,8 @@ class Schedule:
         if problems:
             raise ScheduleError(f"{self._as_code()}.{primitive.as_call()}", problems, user_line())
         primitive.apply(site)
+        # Not every step leaves a plan behind: a model with slices for weights must not pass for an untouched one.
+        self.state.model.__dict__[_STEPS] = True
         self.state.history.append(Step(self.path, primitive, user_line()))
         return self
 
@@ -146,7 +150,7 @@ def create_schedule(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
 
     The model may be on the meta device. Raises ScheduleError for a model that is scheduled already.
     """
-    if any(plan_of(module) is not None for module in model.modules()):
+    if _STEPS in model.__dict__ or any(plan_of(module) is not None for module in model.modules()):
         problem = Problem(f"this {type(model).__name__} has been scheduled before", "start from a fresh model")
         raise ScheduleError("create_schedule(model)", [problem], user_line())
     mesh = mesh or Mesh()

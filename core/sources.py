@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from .errors import WeightsError, did_you_mean
@@ -83,7 +83,9 @@ class FolderSource:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         key = self._find(name)
-        return None if key is None else tuple(self._handle(key).get_slice(key).get_shape())
+        if key is None or key not in self._handle(key).keys():  # noqa: SIM118 (a handle is no dict)
+            return None
+        return tuple(self._handle(key).get_slice(key).get_shape())
 
     def read(self, name: str, axis: int, start: int, stop: int) -> Tensor:
         key = self._find(name)
@@ -95,6 +97,9 @@ class FolderSource:
         return part[(*[slice(None)] * axis, slice(start, stop))]
 
     def describe(self, name: str) -> str:
+        key = self._find(name)
+        if key is not None:
+            return f"{name!r} is missing in {self._files[key]}, where the index has it"
         return f"{name!r} is missing in {self._folder}; {did_you_mean(name, self._files)}"
 
     def _find(self, name: str) -> str | None:
@@ -105,7 +110,7 @@ class FolderSource:
     def _handle(self, key: str) -> Any:
         file = self._files[key]
         if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
+            self._open[file] = _opened(file)
         return self._open[file]
 
 
@@ -126,8 +131,14 @@ def _files_of(folder: Path) -> dict[str, Path]:
             f"{folder} holds neither model.safetensors nor its index, but {held}\n"
             "  hint: save_pretrained of transformers writes safetensors"
         )
-    with safe_open(single, framework="pt") as handle:
-        return dict.fromkeys(handle.keys(), single)
+    return dict.fromkeys(_opened(single).keys(), single)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise WeightsError(f"{file} cannot be read: {error}") from error
 
 
 class FreshSource:
@@ -151,6 +162,14 @@ class FreshSource:
             self._last = (name, self._make(name))
         full = self._last[1]
         return full if full.ndim == 0 else full.narrow(axis, start, stop - start)
+
+    def initialises(self, name: str) -> bool:
+        """Whether the model's own code gives ``name`` a value."""
+        try:
+            self.read(name, 0, 0, 0)
+        except WeightsError:
+            return False
+        return True
 
     def describe(self, name: str) -> str:
         return f"{name!r} is not initialised by the model's own code"
@@ -227,7 +246,8 @@ _INTEGER_POISON = 77
 
 def _is_poisoned(tensor: Tensor) -> bool:
     if tensor.is_floating_point():
-        return bool(tensor.isnan().any())
+        # The minimum of what holds a NaN is NaN, and takes no memory.
+        return tensor.numel() > 0 and bool(tensor.amin().isnan())
     return tensor.numel() > 0 and bool((tensor == _INTEGER_POISON).all())
 
 

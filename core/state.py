@@ -72,6 +72,7 @@ class State:
     # paths of the heads whose loss is computed on vocabulary shards
     sharded_losses: list[str] = field(default_factory=list)
     _names: dict[int, str] | None = None
+    _owners: dict[int, list[tuple[nn.Module, str, str]]] | None = None
 
     @staticmethod
     def of(model: nn.Module, mesh: Mesh, history: History) -> State:
@@ -86,14 +87,17 @@ class State:
 
     def structure_changed(self) -> None:
         """To be called after parameters were added, removed or exchanged."""
-        self._names = None
+        self._names = self._owners = None
 
     def owners(self, parameter: Tensor) -> Iterator[tuple[nn.Module, str, str]]:
         """(module, its path, the parameter's name in it) for every module that holds ``parameter``."""
-        for path, module in self.model.named_modules():
-            for name, value in module._parameters.items():
-                if value is parameter:
-                    yield module, path, name
+        if self._owners is None:
+            # Kept, because every shard asks: a walk over the model each time is quadratic in its layers.
+            self._owners = {}
+            for path, module in self.model.named_modules():
+                for name, value in module._parameters.items():
+                    self._owners.setdefault(id(value), []).append((module, path, name))
+        yield from self._owners.get(id(parameter), ())
 
     def set_parameter(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """Put ``new`` wherever ``old`` is."""

@@ -165,7 +165,8 @@ def _compare(task: _Task) -> Report:
             output = _train(model, parts[mesh.dp_rank], mesh)
             found += _compare_outputs(step, reference, output, limit)
             if step == 0:
-                dense_probe.stop(), probe.stop()
+                dense_probe.stop()
+                probe.stop()
                 found += _compare_tensors("gradient", _gradients_of(dense), gradients(scheduled), limit)
             found.append(_compare_norms(step, dense, scheduled, task.max_norm, limit))
             for optimizer in optimizers:
@@ -175,8 +176,10 @@ def _compare(task: _Task) -> Report:
     found += _compare_inference(dense, model, _part(task.batch(0), mesh, mesh.dp_rank), limit)
     everywhere = _gather_reports(found, mesh)
     # Looking for the module is collective over the tp group: every rank takes part if any of them failed.
-    failed = not all(difference.ok for difference in everywhere)
-    where = first_difference(dense_probe, probe, scheduled, limit, [d.name for d in everywhere if not d.ok]) if failed else None
+    failed = [difference for difference in everywhere if not difference.ok]
+    # One wrong gradient makes every parameter wrong one step later.
+    names = [d.name for d in failed if d.what == "gradient"] or [d.name for d in failed]
+    where = first_difference(dense_probe, probe, scheduled, limit, names) if failed else None
     return Report(mesh.at(0), tuple(everywhere), where)
 
 
@@ -200,6 +203,9 @@ def _train(model: nn.Module, part: Batch, mesh: Mesh) -> Any:
 
 
 def _part(batch: Batch, mesh: Mesh, index: int) -> Batch:
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] % mesh.dp:
+            raise ValueError(f"dim 0 of {name} is {value.shape[0]}, which does not divide by dp={mesh.dp}")
     return {
         name: value.chunk(mesh.dp)[index] if isinstance(value, Tensor) and value.ndim else value
         for name, value in batch.items()
@@ -211,7 +217,11 @@ def _loss_of(output: Any) -> Tensor:
     if loss is None:
         loss = output[0] if isinstance(output, tuple) else output
     # A model without a loss of its own: any scalar that depends on every element differently.
-    return loss if loss.ndim == 0 else (loss * torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).view_as(loss)).mean()
+    return (
+        loss
+        if loss.ndim == 0
+        else (loss * torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype).view_as(loss)).mean()
+    )
 
 
 def _compare_outputs(step: int, dense: Any, scheduled: Any, limit: float) -> Iterator[Difference]:
@@ -239,7 +249,9 @@ def _gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _compare_tensors(what: str, dense: Mapping[str, Tensor], scheduled: Mapping[str, Tensor], limit: float) -> Iterator[Difference]:
+def _compare_tensors(
+    what: str, dense: Mapping[str, Tensor], scheduled: Mapping[str, Tensor], limit: float
+) -> Iterator[Difference]:
     for name, value in dense.items():
         found = scheduled.get(name)
         fits = found is not None and found.shape == value.shape

@@ -83,7 +83,8 @@ class Cat(Expression):
     def read(self, reader: Reader, shapes: Shapes, axis: int, start: int, stop: int) -> Tensor:
         if axis != self.dim:
             return torch.cat([part.read(reader, shapes, axis, start, stop) for part in self.parts], self.dim)
-        pieces, offset = [], 0
+        pieces: list[Tensor] = []
+        offset = 0
         for part in self.parts:
             size = part.shape(shapes)[axis]
             low, high = max(start - offset, 0), min(stop - offset, size)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, keystr
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from partbook.core import AgreementError, Mesh
 
@@ -22,6 +22,7 @@ def check_first_batch(model: nn.Module, mesh: Mesh) -> None:
         return
     checked: set[bool] = set()
 
+    @torch.compiler.disable
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training in checked:
             return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partbook.core import Mesh
+from partbook.core import Mesh, rng
 
 
 def make_mesh(tp: int = 1) -> Mesh:
@@ -24,7 +26,7 @@ def make_mesh(tp: int = 1) -> Mesh:
     # Every rank creates every group, in the same order.
     groups = {}
     for axis in ("tp", "dp"):
-        for ranks in plan.rank_groups(axis):  # type: ignore[arg-type]
+        for ranks in plan.rank_groups(axis):
             group = dist.new_group(ranks)
             if rank in ranks:
                 groups[axis] = group
@@ -40,19 +42,21 @@ def check_tp(tp: int, world: int) -> int:
 
 
 def seed_ranks(mesh: Mesh) -> None:
-    """Equal random streams within a tp group, different ones for each dp rank, from rank 0's seed."""
+    """Equal random streams within a tp group, where its first rank's stand; different ones for the dp ranks.
+
+    The first rank's streams go on undisturbed, so whatever the script draws from them stays what it was.
+    """
     if mesh.tp == 1 or mesh.is_virtual:
         return
-    seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=_group_device())
-    dist.broadcast(seed, src=0)
-    torch.manual_seed(int(seed) + mesh.dp_rank)
-
-
-def _group_device() -> torch.device:
-    """Where the default group's collectives take their tensors."""
-    accelerator = torch.accelerator.current_accelerator()
-    on_cpu = accelerator is None or "gloo" in dist.get_backend()
-    return torch.device("cpu") if on_cpu or accelerator is None else accelerator
+    shared: list[Any] = [rng.get_streams(), torch.initial_seed()]
+    dist.broadcast_object_list(shared, src=mesh.rank - mesh.tp_rank, group=mesh.tp_group)
+    streams, seed = shared
+    rng.set_streams(streams)
+    everyone: list[Any] = [None] * mesh.dp
+    dist.all_gather_object(everyone, [state.tolist() for state in streams], group=mesh.dp_group)
+    if everyone[mesh.dp_rank] in everyone[: mesh.dp_rank]:
+        # Scripts commonly seed all ranks alike; equal dropout masks would make dp ranks see less than they could.
+        torch.manual_seed(seed + mesh.dp_rank)
 
 
 def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
@@ -65,15 +69,23 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if not tensors:
         return
-    sums = torch.stack([_bits(tensor).sum(dtype=torch.int64) for tensor in tensors])
-    first = sums.clone()
-    source = mesh.rank - mesh.tp_rank
-    dist.broadcast(first, src=source, group=mesh.tp_group)
-    differs = (sums != first).any().to(torch.int32)
-    dist.all_reduce(differs, group=mesh.tp_group)
-    if differs:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=source, group=mesh.tp_group)
+    sums: list[Any] = [None] * mesh.tp
+    dist.all_gather_object(sums, [int(_bits(tensor).sum(dtype=torch.int64)) for tensor in tensors], group=mesh.tp_group)
+    if all(other == sums[0] for other in sums):
+        return
+    device = _communication_device(mesh)
+    for tensor in tensors:
+        moved = tensor.detach().to(device)
+        dist.broadcast(moved, src=mesh.rank - mesh.tp_rank, group=mesh.tp_group)
+        tensor.detach().copy_(moved)
+
+
+def _communication_device(mesh: Mesh) -> torch.device:
+    """Where the tp group's backend takes its tensors, whatever device the model is on so far."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or "gloo" in dist.get_backend(mesh.tp_group):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _bits(tensor: Tensor) -> Tensor:

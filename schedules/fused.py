@@ -51,9 +51,9 @@ class Part(nn.Module):
         return f"part {self.index} of a fused linear"
 
 
-def fuse_qkv(attention: nn.Module) -> nn.Module:
+def fuse_qkv(attention: Any) -> nn.Module:
     """``attention`` with q_proj, k_proj and v_proj as one ``qkv_proj``; its own forward stays."""
-    linears = [attention.get_submodule(name) for name in QKV]
+    linears: list[nn.Linear] = [attention.get_submodule(name) for name in QKV]
     sizes = tuple(linear.out_features for linear in linears)
     first = linears[0]
     with torch.device("meta"):
@@ -63,7 +63,7 @@ def fuse_qkv(attention: nn.Module) -> nn.Module:
     return new
 
 
-def qkv_mapping(attention: nn.Module) -> dict[str, Any]:
+def qkv_mapping(attention: Any) -> dict[str, Any]:
     """What ``qkv_proj`` is made of."""
     names = [name for name, _ in attention.q_proj.named_parameters()]
     return {f"qkv_proj.{name}": cat([f"{part}.{name}" for part in QKV]) for name in names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from partbook.core import Schedule, model_schedule, transpose
@@ -41,11 +43,12 @@ def _split_block(block: Schedule, sp: bool) -> None:
     column(mlp["c_fc"])
     row(mlp["c_proj"], sp)
     # the residual is replicated, or a slice of the sequence
-    attn.fork_rng(shared=() if sp else ("resid_dropout",))
-    if sp:
+    if attn.module.attn_dropout.p or attn.module.resid_dropout.p:
+        attn.fork_rng(shared=() if sp else ("resid_dropout",))
+    if sp and mlp.module.dropout.p:
         mlp.fork_rng()
 
 
-def linear_of(conv: nn.Module) -> nn.Linear:
+def linear_of(conv: Any) -> nn.Linear:
     """An ``nn.Linear`` of the shape of a transformers' Conv1D."""
     return nn.Linear(conv.nx, conv.nf, device="meta", dtype=conv.weight.dtype)

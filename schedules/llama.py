@@ -44,7 +44,8 @@ def _split_attention(attn: Schedule, options: Options) -> None:
         column(attn["v_proj"], replicas=shared_by)
         attn.set_attribute("num_key_value_groups", heads // tp // (kv_heads * shared_by // tp))
     row(attn["o_proj"], options.sequence_parallel)
-    attn.fork_rng()
+    if attn.module.attention_dropout:
+        attn.fork_rng()
 
 
 def _split_mlp(mlp: Schedule, sp: bool) -> None:

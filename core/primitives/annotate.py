@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import Problem, did_you_mean
 from ..primitive import Primitive, Site
-from .shard import sums_gradient
-
-PARTIAL_GRADIENT = "partial_gradient"
+from .shard import PARTIAL_GRADIENT, sums_gradient
 
 
 @dataclass(frozen=True)

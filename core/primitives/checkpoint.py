@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ..errors import Problem
 from ..execution import change_plan, plan_of
+from ..loss import VocabularyParallelLoss
 from ..primitive import Primitive, Site
 
 
@@ -20,7 +21,8 @@ class Checkpoint(Primitive):
         memory of a block: its activations  --checkpoint()-->  its inputs; time: one more forward of the block
 
     Non-reentrant recomputation (``torch.utils.checkpoint``); random states are replayed, so gradients are bitwise the
-    same. A key-value cache is not passed into a recomputed module while training.
+    same. A key-value cache is not passed into a recomputed module while training (compare with ``use_cache=False``: a
+    cache lays out keys and values differently, which rounds differently).
     """
 
     verb: ClassVar[str] = "checkpoint"
@@ -29,7 +31,7 @@ class Checkpoint(Primitive):
         plan = plan_of(site.module)
         if plan is not None and plan.checkpoint:
             yield Problem("it is checkpointed already")
-        if plan is not None and plan.around is not None:
+        if isinstance(getattr(site.module, "loss_function", None), VocabularyParallelLoss):
             yield Problem("the model that holds a sharded loss cannot be checkpointed", "checkpoint its blocks")
 
     def apply(self, site: Site) -> None:

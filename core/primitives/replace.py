@@ -77,8 +77,9 @@ class Replace(Primitive):
         old = site.module
         shapes = {name: tuple(parameter.shape) for name, parameter in _named(old).items()}
         wanted = {name: tuple(parameter.shape) for name, parameter in _named(new).items()}
-        outside = {id(p) for path, m in site.state.model.named_modules() if not _within(path, site.path)
-                   for p in m._parameters.values()}
+        # Every path of a module that stands in several places, not only its first.
+        places = site.state.model.named_modules(remove_duplicate=False)
+        outside = {id(p) for path, m in places if not _within(path, site.path) for p in m._parameters.values()}
         for name, expression in self._expressions(old, new).items():
             try:
                 made = expression.shape(shapes)

@@ -15,6 +15,9 @@ from ..layout import Layout
 from ..primitive import Primitive, Site
 from ..roles import adapt
 
+# annotate's key for a replicated parameter of whose uses each tp rank's backward sees a part
+PARTIAL_GRADIENT = "partial_gradient"
+
 
 @dataclass(frozen=True)
 class Shard(Primitive):
@@ -40,6 +43,10 @@ class Shard(Primitive):
     replicas: int = 1
     pad: bool = False
 
+    def __post_init__(self) -> None:
+        if self.segments is not None:
+            object.__setattr__(self, "segments", tuple(self.segments))
+
     def check(self, site: Site) -> Iterator[Problem]:
         missing = list(site.missing_parameter(self.param))
         if missing:
@@ -60,6 +67,9 @@ class Shard(Primitive):
             yield Problem(f"replicas={self.replicas} does not divide tp={tp}")
             return
         segments = self.segments or (size,)
+        if min(segments) < 1:
+            yield Problem(f"a segment of {min(segments)} is no part of {name}")
+            return
         if sum(segments) != size:
             yield Problem(f"segments {list(segments)} add up to {sum(segments)}, but axis {self.axis} of {name} is {size}")
         if self.pad and len(segments) > 1:
@@ -78,7 +88,14 @@ class Shard(Primitive):
         parameter = site.module.get_parameter(self.param)
         if parameter.grad is not None:
             yield Problem(f"{self.param} holds a gradient of its full shape", "zero_grad(set_to_none=True) first")
-        for module, path, _ in site.state.owners(parameter):
+        name = site.full_name(self.param)
+        if PARTIAL_GRADIENT in site.state.annotations.get(name, {}):
+            yield Problem(f"{name} has a partial gradient", "leave that out: a rank has its slice's whole gradient")
+        for module, path, own_name in site.state.owners(parameter):
+            if own_name == "weight" and site.state.syncs.get(path):
+                yield Problem(
+                    f"{path!r} has a sync already, which was checked against the whole weight", "shard first, then sync"
+                )
             if not isinstance(module, nn.Embedding) or self.axis % parameter.ndim != 0:
                 continue
             unsupported = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]

@@ -28,7 +28,7 @@ class ShardLoss(Primitive):
         logits (B, S, V) on every rank, cross-entropy  --shard_loss("lm_head")-->  logits (B, S, V/tp), two small sums
 
     Called with ``labels`` while training, the model returns the loss, and None in the place of the logits, which no
-    rank holds whole. Without labels, or in eval mode, the logits are whole (gathered, padding dropped), so generation,
+    rank holds whole; it keeps no key-value cache unless asked to. Without labels, or in eval mode, the logits are whole (gathered, padding dropped), so generation,
     metrics and losses of the user's own see what the untouched model gives.
     """
 
@@ -52,8 +52,10 @@ class ShardLoss(Primitive):
         if output_of(head, layout) != "split" or (layout is not None and len(layout.segments) > 1):
             yield Problem(f"the weight of {self.head!r} is not split over the vocabulary", "shard it along its output")
         plan = plan_of(model)
-        if plan is not None and plan.around is not None:
+        if isinstance(getattr(model, "loss_function", None), VocabularyParallelLoss):
             yield Problem("the loss is sharded already")
+        if plan is not None and plan.checkpoint:
+            yield Problem("the model is checkpointed as a whole", "checkpoint its blocks")
 
     def apply(self, site: Site) -> None:
         model, mesh = site.module, site.mesh
@@ -87,6 +89,8 @@ class _LossSharing:
         labels = kwargs.get("labels", args[position] if position < len(args) else None)
         if labels is None:
             return forward(*args, **kwargs)
+        if model.training and "use_cache" in argument_names(model):
+            kwargs.setdefault("use_cache", False)
         self.loss_follows = True
         try:
             output = forward(*args, **kwargs)

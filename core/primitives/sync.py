@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 
 from .. import collectives
 from ..errors import Problem, did_you_mean
+from ..execution import Plan, argument_names, change_plan, plan_of
 from ..execution import Sync as PlannedSync
-from ..execution import argument_names, change_plan, plan_of
 from ..layout import Layout
 from ..mesh import Mesh
 from ..primitive import Primitive, Site
@@ -101,6 +101,8 @@ class Sync(Primitive):
                 f"the weight is split along its output, so the ranks hold different columns: {self.op} would add them",
                 'all_gather with axis=-1, or a row-parallel module after it with sync("fwd_post", "all_reduce")',
             )
+        elif output == "split" and self.op == "scatter":
+            yield Problem("the weight is split along its output: of different columns, scatter would keep different rows")
         elif output == "split" and self.op == "all_gather" and not along_last:
             yield Problem(f"the output is split along its last dim, not along {self.axis}", "axis=-1")
         elif output == "partial" and self.op in ("all_gather", "scatter"):
@@ -114,17 +116,25 @@ class Sync(Primitive):
         site.state.syncs.setdefault(site.path, []).append(self)
         if site.mesh.tp == 1:
             return
-        layout = _weight_layout(site) if self.mode == "fwd_post" and self.op == "all_gather" else None
-        planned = PlannedSync(self.mode, str(self.op), self._function(site.mesh, layout), self.argument)
         plan = plan_of(site.module)
+        planned = PlannedSync(self.mode, str(self.op), self._function(site, plan), self.argument)
         change_plan(site.module, site.mesh, syncs=(*(plan.syncs if plan else ()), planned))
         plan = plan_of(site.module)
         if self.op == "reduce_scatter" and plan is not None and plan.deferred_bias:
             # Each rank adds the bias to its own part of the sequence only.
             sums_gradient(site.module, "bias", site.mesh.tp, site)
 
-    def _function(self, mesh: Mesh, layout: Layout | None) -> Callable[[Tensor], Tensor]:
-        return functools.partial(_communicate, self, mesh, layout)
+    def _function(self, site: Site, plan: Plan | None) -> Callable[[Tensor], Tensor]:
+        if self.mode == "fwd_post" and self.op == "all_reduce" and plan is not None and plan.kernel is not None:
+            # What our own kernels return is theirs alone.
+            return functools.partial(_reduce_in_place, site.mesh)
+        layout = _weight_layout(site) if self.mode == "fwd_post" and self.op == "all_gather" else None
+        return functools.partial(_communicate, self, site.mesh, layout)
+
+
+def _reduce_in_place(mesh: Mesh, x: Tensor) -> Tensor:
+    assert mesh.tp_group is not None
+    return collectives.reduce_forward_(x.contiguous(), mesh.tp_group)
 
 
 def _communicate(sync: Sync, mesh: Mesh, layout: Layout | None, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
@@ -60,8 +59,8 @@ def initialize(
     """``deepspeed.initialize`` with a schedule: the same arguments, the same four values.
 
     ``schedule`` (a name, ``file.py:function`` or a function), ``schedule_args`` (its options) and ``tp`` default to the
-    flags of ``add_schedule_arguments`` in ``args``. ``weights`` (a Hugging Face folder, a dense model, or an int to seed
-    fresh initialisation) fills a model on the meta device. The config is used as it is: batch sizes count
+    flags of ``add_schedule_arguments`` in ``args``. ``weights`` (a Hugging Face folder, a dense model, or an int that
+    seeds fresh initialisation) fills a model on the meta device. The config is used as it is: batch sizes count
     dp = world / tp, 'auto' values are resolved; ``world_batches`` says that its train_batch_size was computed over all
     ranks and is to be put right. ``engine.scheduled`` is the scheduled model.
 
@@ -88,7 +87,6 @@ def initialize(
     scheduled = _schedule(model, mesh, schedule, schedule_args, weights, [parameters, optimizer])
     _mark_parameters(scheduled)
     seed_ranks(mesh)
-    buffers = _full_precision_buffers(model)
     engine, *others = _deepspeed_initialize(
         args=_without_config(args),
         model=model,
@@ -101,7 +99,6 @@ def initialize(
         collate_fn=collate_fn,
         config=config,
     )
-    _restore_buffers(model, buffers)
     check_first_batch(model, mesh)
     refuse_partial_saves(engine)
     engine.scheduled = scheduled
@@ -119,18 +116,23 @@ def _from_arguments(args: Any, schedule: Any, schedule_args: Any, tp: int | None
 
 
 def _init_distributed(port: int, required: bool | None) -> None:
-    if get_accelerator().device_name() == "cpu":
-        # Serves DeepSpeed's inference only, and would be compiled first, for most of a minute.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    skip_compiling_on_cpu()
     backend = get_accelerator().communication_backend_name()
     deepspeed.init_distributed(dist_backend=backend, distributed_port=port, dist_init_required=required)
+
+
+def skip_compiling_on_cpu() -> None:
+    """Do without an operation that only inference needs, which ``init_distributed`` compiles for most of a minute."""
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _refuse_partitioned(model: nn.Module) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise PartbookError(
             "the model's parameters are partitioned already (deepspeed.zero.Init), so they cannot be split over tp\n"
-            "  hint: build the model outside of zero.Init; on the meta device, with weights=, no rank ever holds it whole"
+            "  hint: build the model outside of zero.Init (transformers' from_pretrained and from_config enter it "
+            "under ZeRO 3);\n        on the meta device, with weights=, no rank ever holds it whole"
         )
 
 
@@ -144,8 +146,8 @@ def _check_groups(trial: Schedule, model: nn.Module, known: Any) -> None:
         held = {groups.get(id(named[source])) for source in expression.names()}
         if groups and len(held) > 1:
             raise ValueError(
-                f"{', '.join(expression.names())} become one parameter {name}, but are in different groups of the optimizer"
-                "\n  hint: put them in one group, or do not fuse them"
+                f"{', '.join(expression.names())} become one parameter {name}, but are in different groups of the "
+                "optimizer\n  hint: put them in one group, or do not fuse them"
             )
 
 
@@ -160,8 +162,11 @@ def _schedule(
     scheduled = build(sch)
     if weights is not None:
         materialize(scheduled, weights, device=get_accelerator().current_device_name())
-    after = {id(before[source]): model.get_parameter(name)
-             for name, expression in scheduled.weights.items() for source in expression.names()}
+    after = {
+        id(before[source]): model.get_parameter(name)
+        for name, expression in scheduled.weights.items()
+        for source in expression.names()
+    }
     for holder in holders:
         _exchange(holder, after)
     return scheduled
@@ -190,24 +195,9 @@ def _distinct(parameters: Iterable[Any]) -> list[Any]:
 def _mark_parameters(scheduled: ScheduledModel) -> None:
     """DeepSpeed's gradient norm counts an unmarked parameter on tp rank 0 only (runtime/utils.py, 0.19)."""
     for name, parameter in scheduled.model.named_parameters():
-        parameter.tensor_model_parallel = name in scheduled.layouts and scheduled.counts_here(name)
-
-
-def _full_precision_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that no checkpoint holds (rotary frequencies): the engine's cast to 16 bits would ruin them."""
-    persistent = set(model.state_dict())
-    return {
-        name: buffer.clone()
-        for name, buffer in model.named_buffers()
-        if name not in persistent and buffer.dtype == torch.float32
-    }
-
-
-def _restore_buffers(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    for name, value in buffers.items():
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        module._buffers[leaf] = value.to(module._buffers[leaf].device)  # type: ignore[union-attr]
+        parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
+            name in scheduled.layouts and scheduled.counts_here(name)
+        )
 
 
 def _without_config(args: Any) -> Any:

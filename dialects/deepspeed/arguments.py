@@ -6,11 +6,13 @@ import argparse
 
 
 def add_schedule_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--schedule``, ``--tp`` and ``--schedule-arg`` to a script's own parser, as ``deepspeed.add_config_arguments``
-    adds DeepSpeed's; ``initialize(args=...)`` reads them."""
+    """Add ``--schedule``, ``--tp`` and ``--schedule-arg`` to a script's own parser.
+
+    As ``deepspeed.add_config_arguments`` adds DeepSpeed's; ``initialize(args=...)`` reads them.
+    """
     group = parser.add_argument_group("Partbook", "the schedule that runs the model in parallel")
-    group.add_argument("--schedule", metavar="NAME|FILE.py:FUNCTION", help="a schedule by name, or a function in a file")
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that split each layer (tensor parallelism)")
+    group.add_argument("--schedule", metavar="NAME|FILE.py:FUNCTION", help="a schedule by name, or one in a file")
+    group.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that split each layer; default: 1")
     group.add_argument(
         "--schedule-arg",
         action="append",

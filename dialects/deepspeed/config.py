@@ -32,8 +32,12 @@ _ARGUMENTS = {
     ("scheduler", "params", "warmup_num_steps"): "warmup_steps",
     ("scheduler", "params", "total_num_steps"): "max_steps",
     ("bf16", "enabled"): "bf16",
+    ("bfloat16", "enabled"): "bf16",
     ("fp16", "enabled"): "fp16",
 }
+
+# the sections that turn on 16 bits; the second one is DeepSpeed's older name of the first
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ConfigError(PartbookError, ValueError):
@@ -48,9 +52,17 @@ def load(config: Any, args: Any) -> Config:
     config = in_args if config is None else config
     if config is None:
         raise ConfigError("no DeepSpeed config: pass config= (a dict or a path) or --deepspeed_config FILE")
-    if isinstance(config, str | Path) and str(config).endswith(".json") and not Path(config).is_file():
-        raise ConfigError(f"there is no DeepSpeed config {str(config)!r} (looked in {Path.cwd()})")
-    return copy.deepcopy(config if isinstance(config, dict) else load_ds_config(str(config)))
+    if isinstance(config, dict):
+        return copy.deepcopy(config)
+    try:
+        loaded = load_ds_config(str(config))
+    except ValueError as error:
+        if Path(config).is_file():
+            raise ConfigError(f"the DeepSpeed config {str(config)!r} cannot be read: {error}") from error
+        raise ConfigError(f"there is no DeepSpeed config {str(config)!r} (looked in {Path.cwd()})") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"the DeepSpeed config {str(config)!r} holds no keys and values")
+    return loaded
 
 
 def resolve(config: Config, mesh: Mesh, model: nn.Module, args: Any = None, world_batches: bool = False) -> Config:
@@ -71,22 +83,29 @@ def _refuse_unsupported(config: Config, mesh: Mesh) -> None:
     autotp = config.get("tensor_parallel", {}).get("autotp_size", 0)
     if isinstance(autotp, int) and autotp > 1:
         raise ConfigError(
-            f"the config asks for DeepSpeed's own AutoTP (tensor_parallel.autotp_size={autotp}), and the schedule splits "
-            f"the model over tp={mesh.tp} itself\n  hint: remove tensor_parallel from the config, or the schedule"
+            f"the config asks for DeepSpeed's own AutoTP (tensor_parallel.autotp_size={autotp}), and the schedule "
+            f"splits the model over tp={mesh.tp} itself\n"
+            "  hint: remove tensor_parallel from the config, or the schedule"
         )
     if config.get("sequence_parallel_size", 1) not in (None, 1):
         raise ConfigError("sequence_parallel_size (Ulysses) cannot be combined with a schedule's tensor parallelism")
 
 
 def _refuse_low_precision_without_zero(config: Config) -> None:
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    for name in ("bf16", "fp16"):
+    stage = _zero(config).get("stage", 0)
+    for name in _DTYPES:
         if config.get(name, {}).get("enabled") and stage == 0:
             raise ConfigError(
                 f"{name} with ZeRO stage 0 trains wrongly in DeepSpeed: its optimizer makes an empty step first, and "
                 "its gradient norm leaves out ranks\n"
                 '  hint: set "zero_optimization": {"stage": 1}, or use "torch_autocast" with fp32 weights'
             )
+
+
+def _zero(config: Config) -> Config:
+    zero = config.get("zero_optimization", {})
+    # DeepSpeed still takes the form that ZeRO had when it had one stage
+    return {"stage": int(zero)} if isinstance(zero, bool) else zero
 
 
 def _fill_autos(config: Config, model: nn.Module, args: Any) -> None:
@@ -113,12 +132,12 @@ def _auto_value(path: tuple[str, ...], config: Config, model: nn.Module, args: A
     if path == ("optimizer", "params", "betas") and hasattr(args, "adam_beta1"):
         return [args.adam_beta1, args.adam_beta2]
     value = getattr(args, _ARGUMENTS.get(path, ""), None)
-    if value is not None:
+    # transformers' max_steps is -1 where the epochs say how many there are
+    if value is not None and not (path[-1] == "total_num_steps" and value < 1):
         return value
-    if path in (("bf16", "enabled"), ("fp16", "enabled")):
-        dtype = torch.bfloat16 if path[0] == "bf16" else torch.float16
-        return next(model.parameters()).dtype == dtype
-    if path[-1] in ("lr", "warmup_max_lr"):
+    if path[0] in _DTYPES and path[-1] == "enabled":
+        return next(model.parameters()).dtype == _DTYPES[path[0]]
+    if path[-1] in ("lr", "warmup_max_lr", "total_num_steps"):
         raise ConfigError(f"{'.'.join(path)} is 'auto', but nothing says its value\n  hint: give a number")
     return None
 
@@ -150,7 +169,7 @@ def _resolve_batches(config: Config, mesh: Mesh, world_batches: bool) -> None:
         batch = micro * accumulation * dp
     elif batch and not micro:
         micro = _divide(batch, (accumulation or 1) * dp, MICRO, config, mesh)
-    elif batch and not accumulation:
+    elif batch and micro and not accumulation:
         accumulation = _divide(batch, micro * dp, ACCUMULATION, config, mesh)
     if not micro:
         raise ConfigError(f"the config gives neither {BATCH} nor {MICRO}")
@@ -160,8 +179,9 @@ def _resolve_batches(config: Config, mesh: Mesh, world_batches: bool) -> None:
 
 def _contradiction(batch: int, micro: int, accumulation: int, mesh: Mesh) -> str:
     text = (
-        f"the batch sizes contradict each other: {BATCH}={batch}, but {MICRO}={micro} * {ACCUMULATION}={accumulation} * "
-        f"dp={mesh.dp} = {micro * accumulation * mesh.dp} (dp = {mesh.size} ranks / tp={mesh.tp})"
+        f"the batch sizes contradict each other: {BATCH}={batch}, but {MICRO}={micro} * "
+        f"{ACCUMULATION}={accumulation} * dp={mesh.dp} = {micro * accumulation * mesh.dp} "
+        f"(dp = {mesh.size} ranks / tp={mesh.tp})"
     )
     if batch == micro * accumulation * mesh.size:
         text += f"\n  they were written for {mesh.size} data-parallel ranks"
@@ -183,6 +203,6 @@ def _divide(batch: int, by: int, wanted: str, config: Config, mesh: Mesh) -> int
 def _avoid_compiling_on_cpu(config: Config) -> None:
     """The torch implementation of Adam where DeepSpeed would compile its own for minutes to run the same arithmetic."""
     optimizer = config.get("optimizer", {})
-    offload = config.get("zero_optimization", {}).get("offload_optimizer")
-    if get_accelerator().device_name() == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw") and not offload:
+    is_adam = optimizer.get("type", "").lower() in ("adam", "adamw")
+    if is_adam and get_accelerator().device_name() == "cpu" and not _zero(config).get("offload_optimizer"):
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)

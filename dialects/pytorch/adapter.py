@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,12 +34,12 @@ def initialize(
     mesh = mesh or make_mesh(tp)
     sch = create_schedule(model, mesh)
     rehearse(sch, schedule, schedule_args)
+    if weights is None and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device: pass weights= (a folder, a dense model, or a seed)")
     agree_on_weights(model, mesh)
     scheduled = build(apply_schedule(sch, schedule, schedule_args))
     if weights is not None:
         materialize(scheduled, weights, device=device)
-    elif any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model is on the meta device: pass weights= (a folder, a dense model, or a seed)")
     if device is not None:
         model.to(device)
     seed_ranks(mesh)
@@ -57,9 +56,12 @@ def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
     """
     mesh = scheduled.mesh
     grads = [(name, p.grad) for name, p in scheduled.model.named_parameters() if p.grad is not None]
-    squares = [grad.float().pow(2).sum() if grad.dtype != torch.float64 else grad.pow(2).sum()
-               for name, grad in grads if scheduled.counts_here(name)]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    squares = [
+        grad.float().pow(2).sum() if grad.dtype != torch.float64 else grad.pow(2).sum()
+        for name, grad in grads
+        if scheduled.counts_here(name)
+    ]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=next(scheduled.model.parameters()).device)
     if mesh.tp > 1:
         dist.all_reduce(total, group=mesh.tp_group)
     norm = total.sqrt()
@@ -67,4 +69,3 @@ def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
     for _, grad in grads:
         grad.mul_(scale.to(grad.dtype))
     return norm
-
