@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 # What a rank must find in its environment before it imports torch. A waiting thread sleeps: spinning would
 # take the core from the rank that it waits for, and would be counted as work.
@@ -96,7 +98,9 @@ def _peak_tensor_bytes(trial: Trial) -> int:
     gc.collect()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     local = [value.to_local() if hasattr(value, "to_local") else value for value in tensors]
-    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in local}
+    # a compiled system holds tensors without storage
+    real = [value for value in local if not isinstance(value, FakeTensor | FunctionalTensor) and not value.is_meta]
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in real}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         trial.step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -40,8 +40,13 @@ class Case:
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": 0.1,
-            # small buckets, so that a reduction has several
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 5000},
+            "zero_optimization": {
+                "stage": self.stage,
+                # small buckets, so that a reduction has several
+                "reduce_bucket_size": 5000,
+                # ZeRO-3 would keep parameters as small as these whole
+                "stage3_param_persistence_threshold": 0,
+            },
             "zero_allow_untested_optimizer": True,
             "optimizer": copy.deepcopy(self.optimizer),
             **more,

@@ -22,7 +22,8 @@ def start(family: str, stage: int, options: dict[str, Any], bf16: bool = False, 
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.1,
-        "zero_optimization": {"stage": stage},
+        # ZeRO-3 would keep parameters as small as these whole
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}},
         "bf16": {"enabled": bf16},
