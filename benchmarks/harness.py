@@ -100,7 +100,7 @@ def _peak_tensor_bytes(trial: Trial) -> int:
     local = [value.to_local() if hasattr(value, "to_local") else value for value in tensors]
     # a compiled system holds tensors without storage
     real = [value for value in local if not isinstance(value, FakeTensor | FunctionalTensor) and not value.is_meta]
-    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in real}
+    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in real}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         trial.step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

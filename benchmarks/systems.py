@@ -203,6 +203,9 @@ def _engine_trial(job: Job, engine: Any) -> Trial:
     return Trial(engine.module, step, lambda: safe_get_full_grad(witness(engine.module)))
 
 
+OPTIONS = {"fuse_qkv": True, "fuse_gate_up": True}
+
+
 def partbook(job: Job) -> Mapping[str, Trial]:
     return _partbook(job)
 
@@ -216,7 +219,7 @@ def _partbook(job: Job, compiled: bool = False) -> Mapping[str, Trial]:
     from partbook.dialects.pytorch import make_mesh
 
     schedule = create_schedule(job.model(), make_mesh(tp=job.tp))
-    apply_schedule(schedule, "llama", {"fuse_qkv": True})
+    apply_schedule(schedule, "llama", OPTIONS)
     return {"step": job.trial(build(schedule).model, compiled)}
 
 
@@ -224,8 +227,7 @@ def partbook_deepspeed(job: Job) -> Mapping[str, Trial]:
     _without_jit()
     from partbook.dialects.deepspeed import initialize
 
-    options = {"fuse_qkv": True}
-    engine, *_ = initialize(model=job.model(), schedule="llama", schedule_args=options, tp=job.tp, config=_config(job))
+    engine, *_ = initialize(model=job.model(), schedule="llama", schedule_args=OPTIONS, tp=job.tp, config=_config(job))
     return {"step": _engine_trial(job, engine)}
 
 

@@ -8,6 +8,7 @@ from .errors import PartbookError as PartbookError
 from .errors import Problem as Problem
 from .errors import ScheduleError as ScheduleError
 from .errors import WeightsError as WeightsError
+from .errors import user_line as user_line
 from .history import History as History
 from .history import Step as Step
 from .layout import Layout as Layout

@@ -22,6 +22,18 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
+def start_sum_(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Begin ``sum_over`` in place; ``finish`` waits for it. ``x`` is contiguous and nobody else's; no backward."""
+    # The compiler takes functional collectives only, and makes them in-place and asynchronous itself.
+    op = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
+    return op(x, "sum", group.group_name)
+
+
+def finish(x: Tensor) -> Tensor:
+    """``x`` once its collective is complete."""
+    return _ops.wait_tensor(x)
+
+
 def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The elementwise maximum of every rank's ``x``; no backward."""
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
@@ -58,7 +70,9 @@ class _Pair(torch.autograd.Function):
     """One collective forward, another one backward; either may be the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.backward_of = backward
         out = forward(x)
         return x.view_as(x) if out is x else out
@@ -88,7 +102,7 @@ class _ReduceInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        return _ops.wait_tensor(_ops.all_reduce_(x, "sum", group.group_name))
+        return finish(start_sum_(x, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -97,7 +111,7 @@ class _ReduceInPlace(torch.autograd.Function):
 
 def reduce_forward_(x: Tensor, group: ProcessGroup) -> Tensor:
     """``reduce_forward`` in place. ``x`` is contiguous, and no backward needs it as it was."""
-    return _ReduceInPlace.apply(x, group)
+    return reduce_forward(x, group) if torch.compiler.is_compiling() else _ReduceInPlace.apply(x, group)
 
 
 def reduce_backward(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -106,7 +120,7 @@ def reduce_backward(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_into_parallel(x: Tensor, axis: int, group: ProcessGroup) -> Tensor:
-    """All-gather along ``axis`` forward, reduce-scatter backward: the consumer is parallel, its gradients are partial."""
+    """All-gather along ``axis`` forward, reduce-scatter backward: the consumer is parallel, its gradients partial."""
     return pair(x, lambda t: _gather(t, axis, group), lambda grad: _reduce_scatter(grad, axis, group))
 
 

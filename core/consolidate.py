@@ -52,7 +52,9 @@ def full_tensors(scheduled: ScheduledModel, read: ReadParameter | None = None) -
     """(original name, full tensor), one present parameter at a time. Collective over tp."""
     mesh, shapes = scheduled.mesh, scheduled.original.shapes
     if mesh.is_virtual and scheduled.layouts:
-        raise RuntimeError(f"a virtual mesh (tp={mesh.tp}) has this rank's part only; consolidate on the mesh of a dialect")
+        raise RuntimeError(
+            f"a virtual mesh (tp={mesh.tp}) has this rank's part only; consolidate on the mesh of a dialect"
+        )
     for name, parameter in scheduled.model.named_parameters():
         local = parameter.detach() if read is None else read(parameter)
         if local is None:
@@ -125,8 +127,8 @@ def _save_whole(
     if given != wanted:
         raise PartbookError(
             "model.save_pretrained of a scheduled model would write this rank's slices as if they were the model\n"
-            "  hint: save_pretrained of partbook.core (scheduled, folder) or partbook.dialects.deepspeed (engine, folder), "
-            "called on every rank"
+            "  hint: save_pretrained of partbook.core (scheduled, folder) or of partbook.dialects.deepspeed "
+            "(engine, folder), called on every rank"
         )
     if is_main_process and state_dict is not None:
         first = {name: tensor for name, tensor in state_dict.items() if name not in scheduled.ties}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-_OWN_PACKAGES = ("partbook.core", "partbook.dialects", "partbook.launchers", "runpy", "contextlib")
+_OWN_PACKAGES = ("partbook.", "runpy", "contextlib")
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def change_plan(module: nn.Module, mesh: Mesh, **changes: Any) -> None:
     plan = plan_of(module)
     if plan is None:
         plan = Plan(mesh)
-        module.__class__ = _scheduled_class(type(module))
+        module.__class__ = _scheduled_class(cast(Hashable, type(module)))
     module.__dict__["_partbook_plan"] = dataclasses.replace(plan, **changes)
 
 
@@ -111,7 +111,7 @@ def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict
             output = _apply_to_output(sync, output)
     if plan.deferred_bias:
         # A partial sum takes its bias once, after the ranks' parts are added.
-        output = output + module._parameters["bias"]
+        output = output + module.get_parameter("bias")
     return output
 
 
@@ -159,7 +159,7 @@ def _apply_to_argument(
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments of the module's forward, without self."""
-    return _argument_names(type(module))
+    return _argument_names(cast(Hashable, type(module)))
 
 
 @functools.cache

@@ -92,7 +92,11 @@ def causal_lm_loss(
         inside_N = (targets_N >= 0) & (targets_N < vocab_size) | ~counted_N
         torch._assert_async(inside_N.all(), f"a label lies outside the vocabulary of {vocab_size}")
     losses_N = vocabulary_parallel_cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), targets_N.masked_fill(~counted_N, start), start=start, size=size, group=group
+        logits.reshape(-1, logits.shape[-1]),
+        targets_N.masked_fill(~counted_N, start),
+        start=start,
+        size=size,
+        group=group,
     )
     total = losses_N.masked_fill(~counted_N, 0).sum()
     return total / (counted_N.sum() if num_items_in_batch is None else num_items_in_batch)

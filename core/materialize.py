@@ -80,7 +80,9 @@ def _read_local(scheduled: ScheduledModel, name: str, source: Source) -> Tensor:
     return layout.assemble(pieces) if layout else pieces[0]
 
 
-def _read(expression: Expression, source: Source, scheduled: ScheduledModel, axis: int, start: int, stop: int) -> Tensor:
+def _read(
+    expression: Expression, source: Source, scheduled: ScheduledModel, axis: int, start: int, stop: int
+) -> Tensor:
     return expression.read(source.read, scheduled.original.shapes, axis, start, stop)
 
 

@@ -35,7 +35,9 @@ class Primitive(ABC):
         super().__init_subclass__(**kwargs)
         known = VERBS.get(cls.verb)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"the verb {cls.verb!r} of {cls.__qualname__} belongs to {known.__module__}.{known.__name__}")
+            raise ValueError(
+                f"the verb {cls.verb!r} of {cls.__qualname__} belongs to {known.__module__}.{known.__name__}"
+            )
         VERBS[cls.verb] = cls
 
     @abstractmethod
@@ -62,7 +64,9 @@ class Primitive(ABC):
     @staticmethod
     def from_json(verb: str, arguments: dict[str, Any]) -> Primitive:
         if verb not in VERBS:
-            raise ValueError(f"no primitive {verb!r}; {did_you_mean(verb, VERBS)} (is the module that defines it imported?)")
+            raise ValueError(
+                f"no primitive {verb!r}; {did_you_mean(verb, VERBS)} (is the module that defines it imported?)"
+            )
         return VERBS[verb](**{name: _decode(value) for name, value in arguments.items()})
 
 
@@ -140,7 +144,8 @@ def _importable_name(value: Callable[..., Any], primitive: Primitive, argument: 
         found = None
     if found is not value:
         raise ValueError(
-            f"{primitive.as_call()}: {argument} is {name}, which cannot be imported by that name, so it cannot be saved\n"
+            f"{primitive.as_call()}: {argument} is {name}, which cannot be imported by that name, "
+            "so it cannot be saved\n"
             "  hint: define it at the top level of a module"
         )
     return name

@@ -56,9 +56,9 @@ def first_difference(
         if _differs(dense.outputs, probe.outputs, path, scheduled, limit):
             return f"{path or 'the model'} (its output)"
     for path in reversed(dense.outputs):
-        if path in dense.gradients and not _has_replicas(scheduled, path):
-            if _differs(dense.gradients, probe.gradients, path, scheduled, limit):
-                return f"{path or 'the model'} (the gradient of its output)"
+        comparable = path in dense.gradients and not _has_replicas(scheduled, path)
+        if comparable and _differs(dense.gradients, probe.gradients, path, scheduled, limit):
+            return f"{path or 'the model'} (the gradient of its output)"
     owners = {name: name.rpartition(".")[0] for name in failed_names}
     for path in reversed(dense.outputs):
         if path in owners.values():

@@ -129,12 +129,18 @@ def find_dialect(name: str) -> Any:
 
 def _from_code(what: str) -> ModelSchedule:
     place, _, name = what.rpartition(":") if not what.endswith(".py") else (what, "", "schedule")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    module = _load_file(Path(place)) if place.endswith(".py") else _import(place)
     found = getattr(module, name, None)
     if not callable(found):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ValueError(f"{place} has no function {name!r}; {did_you_mean(name, functions)}")
     return found if isinstance(found, ModelSchedule) else ModelSchedule(name, found)
+
+
+def _import(name: str) -> Any:
+    if not importlib.util.find_spec(name.split(".")[0]):
+        raise ValueError(f"there is no module {name!r} to import a schedule from (a file is FILE.py:FUNCTION)")
+    return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> Any:
@@ -237,5 +243,3 @@ def _literal(value: Any) -> Any:
         return ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return value
-
-

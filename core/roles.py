@@ -20,7 +20,7 @@ Output = Literal["split", "partial", "whole"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A module type that multiplies by ``weight``: its output and input dim in it, and the attributes with their sizes."""
+    """A module type that multiplies by ``weight``: its output and input dim, and the attributes of their sizes."""
 
     out_dim: int
     in_dim: int
@@ -47,6 +47,11 @@ def kind_of(module: nn.Module) -> Kind | None:
     return None
 
 
+def keeps_in_out(module: nn.Module) -> bool:
+    """Whether the module keeps its weight as (in, out)."""
+    return kind_of(module) is _CONV1D
+
+
 def output_of(module: nn.Module, layout: Layout | None) -> Output | None:
     """What the module gives on one rank when its weight has ``layout``; None for a module type without a known rule."""
     kind = kind_of(module)
@@ -68,7 +73,9 @@ def adapt(module: nn.Module, name: str, layout: Layout, mesh: Mesh) -> None:
     if kind is _EMBEDDING:
         change_plan(module, mesh, kernel=VocabularySlice(layout.ranges(mesh.tp_rank)[0], layout.shape[0]))
     else:
-        change_plan(module, mesh, kernel=_multiply_without_bias, deferred_bias=getattr(module, "bias", None) is not None)
+        change_plan(
+            module, mesh, kernel=_multiply_without_bias, deferred_bias=getattr(module, "bias", None) is not None
+        )
 
 
 def _multiply_without_bias(module: Any, x: Tensor) -> Tensor:

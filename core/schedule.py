@@ -70,13 +70,13 @@ class Schedule:
 
     def __getitem__(self, path: str) -> Schedule:
         if path not in self:
-            prefix, known = path, ""
+            prefix = path
             while prefix and prefix not in self:
                 prefix, _, _ = prefix.rpartition(".")
             names = [name for name, _ in Schedule(self.state, self._join(prefix)).module.named_children()]
-            known = f"{self._join(prefix) or 'the model'!r} has the children: "
             wrong = path[len(prefix) :].lstrip(".").split(".")[0]
-            problem = Problem(f"there is no module {self._join(path)!r}", known + did_you_mean(wrong, names))
+            hint = f"below {self._join(prefix) or 'the model'!r} {did_you_mean(wrong, names)}"
+            problem = Problem(f"there is no module {self._join(path)!r}", hint)
             raise ScheduleError(f"sch[{self._join(path)!r}]", [problem], user_line())
         return Schedule(self.state, self._join(path))
 
@@ -104,7 +104,7 @@ class Schedule:
         return found
 
     def do(self, primitive: Primitive) -> Self:
-        """Apply ``primitive`` here; returns this node. Raises ScheduleError, and changes nothing, if a rule is broken."""
+        """Apply ``primitive`` here; returns this node. Raises ScheduleError, changing nothing, if a rule is broken."""
         site = Site(self.state, self.path)
         problems = list(primitive.check(site))
         if problems:

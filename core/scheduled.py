@@ -98,8 +98,13 @@ def _unfinished(state: State, path: str, module: nn.Module) -> Iterator[Problem]
         yield Problem("the bias of a row-parallel module is added once, whole, so it cannot be sharded")
     if output == "split" and "bias" in layouts and bias is None:
         yield Problem("its weight is split along the output, its bias is not", 'shard("bias", axis=0, ...)')
-    if output == "split" and bias is not None and weight is not None:
-        if (bias.segments, bias.replicas, bias.padding) != (weight.segments, weight.replicas, weight.padding):
-            yield Problem(f"weight and bias are split differently: {weight} and {bias}")
+    if output == "split" and bias is not None and weight is not None and not _alike(bias, weight):
+        yield Problem(f"weight and bias are split differently: {weight} and {bias}")
     if output == "split" and weight is not None and weight.padding and not after and path not in state.sharded_losses:
-        yield Problem("its padded columns would win a part of the softmax", 'shard_loss or sync("fwd_post", "all_gather")')
+        yield Problem(
+            "its padded columns would win a part of the softmax", 'shard_loss or sync("fwd_post", "all_gather")'
+        )
+
+
+def _alike(bias: Layout, weight: Layout) -> bool:
+    return (bias.segments, bias.replicas, bias.padding) == (weight.segments, weight.replicas, weight.padding)

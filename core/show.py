@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from .execution import plan_of
+from .primitives.annotate import PARTIAL_GRADIENT
 from .state import State
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ def _line(state: State, path: str, module: nn.Module) -> str:
         if parameter is not None:
             layout = state.layouts.get(state.canonical(parameter))
             parts.append(f"{name} {list(parameter.shape)}" + (f" ({layout})" if layout else ""))
+            notes = state.annotations.get(state.canonical(parameter), {})
+            parts += [f"{key} of {name}: {value!r}" for key, value in notes.items() if key != PARTIAL_GRADIENT]
     parts += [sync.as_call() for sync in state.syncs.get(path, ())]
+    parts += ["sharded loss"] if path in state.sharded_losses else []
     plan = plan_of(module)
     if plan is not None:
         parts += ["checkpoint"] if plan.checkpoint else []

@@ -184,7 +184,7 @@ class FreshSource:
         table[leaf] = nn.Parameter(real, requires_grad=False) if isinstance(present, nn.Parameter) else real
         try:
             self._initialise(name, paths)
-            made = table[leaf].detach()  # type: ignore[union-attr]
+            made = table[leaf].detach()
         finally:
             table[leaf] = present
         if _is_poisoned(made):
@@ -198,7 +198,7 @@ class FreshSource:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(_seed_of(self._seed, name))
             for path in paths:
-                module = self._model.get_submodule(path)
+                module: Any = self._model.get_submodule(path)
                 owner = _pretrained_owner(self._model, path)
                 if owner is not None:
                     owner._init_weights(module)

@@ -29,7 +29,9 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
         task = Path(folder, "task")
         task.write_bytes(_pickled((function, args)))
         with mock.patch.dict(os.environ, _ENVIRONMENT):
-            context = multiprocessing.start_processes(_rank, (world, folder), nprocs=world, join=False, start_method="spawn")
+            context = multiprocessing.start_processes(
+                _rank, (world, folder), nprocs=world, join=False, start_method="spawn"
+            )
         assert context is not None
         end = time.monotonic() + timeout
         try:

@@ -8,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partbook.core import cat
+from partbook.core import Schedule, cat
+
+from .parallel import column
 
 QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
 
 
 class FusedLinear(nn.Linear):
     """Several linears of one input as one: weight (sum of ``sizes``, in).
 
-    Its ``Part`` children of the surrounding module ask it in turn; the first to come with a new input computes for all.
+    Its ``Part`` siblings ask it in turn; the first to come with a new input computes for all.
     """
 
     def __init__(self, in_features: int, sizes: tuple[int, ...], bias: bool, **kwargs: Any) -> None:
@@ -51,19 +54,34 @@ class Part(nn.Module):
         return f"part {self.index} of a fused linear"
 
 
-def fuse_qkv(attention: Any) -> nn.Module:
+def fuse_qkv(attention: nn.Module) -> nn.Module:
     """``attention`` with q_proj, k_proj and v_proj as one ``qkv_proj``; its own forward stays."""
-    linears: list[nn.Linear] = [attention.get_submodule(name) for name in QKV]
-    sizes = tuple(linear.out_features for linear in linears)
-    first = linears[0]
+    return _fuse(attention, QKV, "qkv_proj")
+
+
+def fuse_gate_up(mlp: nn.Module) -> nn.Module:
+    """``mlp`` with gate_proj and up_proj as one ``gate_up_proj``; its own forward stays."""
+    return _fuse(mlp, GATE_UP, "gate_up_proj")
+
+
+def _fuse(module: nn.Module, names: tuple[str, ...], into: str) -> nn.Module:
+    linears: list[Any] = [module.get_submodule(name) for name in names]
+    sizes, first = tuple(linear.out_features for linear in linears), linears[0]
     with torch.device("meta"):
         fused = FusedLinear(first.in_features, sizes, first.bias is not None, dtype=first.weight.dtype)
-    new = copy.copy(attention)
-    new._modules = {**attention._modules, **{name: Part(fused, i) for i, name in enumerate(QKV)}, "qkv_proj": fused}
+    new = copy.copy(module)
+    new._modules = {**module._modules, **{name: Part(fused, i) for i, name in enumerate(names)}, into: fused}
     return new
 
 
-def qkv_mapping(attention: Any) -> dict[str, Any]:
-    """What ``qkv_proj`` is made of."""
-    names = [name for name, _ in attention.q_proj.named_parameters()]
-    return {f"qkv_proj.{name}": cat([f"{part}.{name}" for part in QKV]) for name in names}
+def mapping(module: nn.Module, names: tuple[str, ...], into: str) -> dict[str, Any]:
+    """What the fused linear of ``module`` is made of."""
+    parameters = [name for name, _ in module.get_submodule(names[0]).named_parameters()]
+    return {f"{into}.{parameter}": cat([f"{name}.{parameter}" for name in names]) for parameter in parameters}
+
+
+def fused_column(fused: Schedule) -> None:
+    """Split a fused linear along its output, each of its parts by itself."""
+    sizes = fused.module.sizes
+    column(fused, segments=sizes)
+    fused.set_attribute("sizes", tuple(size // fused.mesh.tp for size in sizes))

@@ -34,13 +34,13 @@ def _split_block(block: Schedule, sp: bool) -> None:
     attn, mlp, hidden = block["attn"], block["mlp"], block["attn"].module.embed_dim
     heads = attn.module.num_heads
     check_heads(attn, attn.path, heads, heads)
-    enter(attn, sp)
     # q, k and v lie side by side: each is split by itself
     column(attn["c_attn"], segments=(hidden, hidden, hidden))
+    enter(attn, sp, reader=attn["c_attn"])
     attn.set_attribute("split_size", hidden // attn.mesh.tp)
     row(attn["c_proj"], sp)
-    enter(mlp, sp)
     column(mlp["c_fc"])
+    enter(mlp, sp, reader=mlp["c_fc"])
     row(mlp["c_proj"], sp)
     # the residual is replicated, or a slice of the sequence
     if attn.module.attn_dropout.p or attn.module.resid_dropout.p:

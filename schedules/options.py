@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from partbook.core import Problem, Schedule, ScheduleError
+from partbook.core import Problem, Schedule, ScheduleError, user_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,16 @@ class Options:
     checkpoint_ratio: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatedOptions(Options):
+    """``fuse_gate_up``: one matrix product for the gate and the up projection."""
+
+    fuse_gate_up: bool = False
+
+
 def refuse(sch: Schedule, path: str, found: str, hint: str = "") -> None:
     """Raise ScheduleError for ``path``: what the schedule cannot do with this model."""
-    raise ScheduleError(f"sch[{path!r}]", [Problem(found, hint)])
+    raise ScheduleError(f"sch[{path!r}]", [Problem(found, hint)], user_line())
 
 
 def check_heads(sch: Schedule, path: str, heads: int, kv_heads: int, fused: bool = False) -> int:
@@ -35,8 +42,12 @@ def check_heads(sch: Schedule, path: str, heads: int, kv_heads: int, fused: bool
     if tp % kv_heads:
         refuse(sch, path, f"its {kv_heads} key-value heads neither divide by tp={tp} nor into it")
     if fused:
-        refuse(sch, path, f"its {kv_heads} key-value heads are shared by tp={tp} ranks, which a fused QKV cannot do",
-               "fuse_qkv=False")
+        refuse(
+            sch,
+            path,
+            f"its {kv_heads} key-value heads are shared by tp={tp} ranks, which a fused QKV cannot do",
+            "fuse_qkv=False",
+        )
     return tp // kv_heads
 
 

@@ -32,12 +32,15 @@ def row(sch: Schedule, sequence_parallel: bool) -> None:
         sch.sync("fwd_post", "all_reduce")
 
 
-def enter(sch: Schedule, sequence_parallel: bool) -> None:
-    """The input of a parallel region: whole in the forward pass, its gradient summed in the backward pass."""
+def enter(region: Schedule, sequence_parallel: bool, reader: Schedule | None = None) -> None:
+    """The input of a parallel region: whole in the forward pass, its gradient summed in the backward pass.
+
+    ``reader``: the one linear that reads the input, if there is one; it overlaps the sum with its weight gradient.
+    """
     if sequence_parallel:
-        sch.sync("fwd_pre", "all_gather", axis=SEQUENCE)
+        region.sync("fwd_pre", "all_gather", axis=SEQUENCE)
     else:
-        sch.sync("bwd_post", "all_reduce")
+        (reader or region).sync("bwd_post", "all_reduce")
 
 
 def split_vocabulary(model: Schedule, embedding: str, head: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -69,6 +70,8 @@ class SetAttribute(Primitive):
         present = getattr(module, self.name)
         if isinstance(present, nn.Module | Tensor):
             yield Problem(f"{self.name!r} is a {type(present).__name__}", "use replace or shard")
+        elif getattr(inspect.getattr_static(type(module), self.name, None), "fset", module) is None:
+            yield Problem(f"{self.name!r} is a property that {type(module).__name__} computes itself")
         elif present is not None and type(present) is not type(self.value):
             yield Problem(f"{self.name!r} is a {type(present).__name__}, not a {type(self.value).__name__}")
 

@@ -64,7 +64,9 @@ class Replace(Primitive):
                 yield Problem(f"the mapping fills {name!r}, which the new module lacks", did_you_mean(name, new_names))
             for source in expression.names():
                 if source not in old_names:
-                    yield Problem(f"{name!r} is made of {source!r}, which does not exist", did_you_mean(source, old_names))
+                    yield Problem(
+                        f"{name!r} is made of {source!r}, which does not exist", did_you_mean(source, old_names)
+                    )
         for name in new_names:
             if name not in expressions:
                 yield Problem(f"nothing says what {name!r} of the new module is made of", "add it to the mapping")
@@ -143,7 +145,9 @@ class Replace(Primitive):
             for name in new_named
             if name not in explicit and name in old_named and old_named[name].shape == new_named[name].shape
         }
-        return {name: {**explicit, **same}[name] for name in [*new_named, *explicit] if name in explicit or name in same}
+        return {
+            name: {**explicit, **same}[name] for name in [*new_named, *explicit] if name in explicit or name in same
+        }
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ class Shard(Primitive):
             yield Problem(f"a segment of {min(segments)} is no part of {name}")
             return
         if sum(segments) != size:
-            yield Problem(f"segments {list(segments)} add up to {sum(segments)}, but axis {self.axis} of {name} is {size}")
+            yield Problem(
+                f"segments {list(segments)} add up to {sum(segments)}, but axis {self.axis} of {name} is {size}"
+            )
         if self.pad and len(segments) > 1:
             yield Problem("only an unsegmented parameter can be padded")
         slices = tp // self.replicas

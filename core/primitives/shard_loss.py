@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..errors import Problem, did_you_mean
-from ..execution import Sync as PlannedSync
 from ..execution import Forward, argument_names, change_plan, plan_of
+from ..execution import Sync as PlannedSync
 from ..layout import Layout
 from ..loss import VocabularyParallelLoss
 from ..mesh import Mesh
@@ -28,8 +28,9 @@ class ShardLoss(Primitive):
         logits (B, S, V) on every rank, cross-entropy  --shard_loss("lm_head")-->  logits (B, S, V/tp), two small sums
 
     Called with ``labels`` while training, the model returns the loss, and None in the place of the logits, which no
-    rank holds whole; it keeps no key-value cache unless asked to. Without labels, or in eval mode, the logits are whole (gathered, padding dropped), so generation,
-    metrics and losses of the user's own see what the untouched model gives.
+    rank holds whole; it keeps no key-value cache unless asked to. Without labels, or in eval mode, the logits are
+    whole (gathered, padding dropped), so generation, metrics and losses of the user's own see what the untouched
+    model gives.
     """
 
     verb: ClassVar[str] = "shard_loss"

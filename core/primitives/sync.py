@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import collectives
@@ -16,8 +16,9 @@ from ..execution import Plan, argument_names, change_plan, plan_of
 from ..execution import Sync as PlannedSync
 from ..layout import Layout
 from ..mesh import Mesh
+from ..overlap import OverlappedColumn
 from ..primitive import Primitive, Site
-from ..roles import output_of
+from ..roles import keeps_in_out, output_of
 from .shard import sums_gradient
 
 Mode = Literal["fwd_pre", "fwd_post", "bwd_post"]
@@ -43,6 +44,8 @@ class Sync(Primitive):
     bwd_post    all_reduce        identity                                      sum the gradients of the inputs
     ==========  ================  ============================================  ==============================
 
+    On a column-parallel linear itself, the sum of ``bwd_post`` runs while the weight gradient is computed.
+
     ``fwd_pre`` acts on the first floating-point tensor that the module is called with, or on the argument named
     ``argument``; ``fwd_post`` on the output, or the first of a tuple; ``bwd_post`` on every input that takes a
     gradient. A callable op gets (tensor, group) and brings its own backward; with ``bwd_post`` it gets the gradient.
@@ -65,9 +68,12 @@ class Sync(Primitive):
             if self.argument not in known:
                 yield Problem(f"forward has no argument {self.argument!r}", did_you_mean(self.argument, known))
         for other in site.state.syncs.get(site.path, ()):
-            if (other.mode, other.op) == (self.mode, self.op):
+            if (other.mode, other.op, other.argument) == (self.mode, self.op, self.argument):
                 yield Problem(f"it has this sync already: {other.as_call()}")
-            if {(other.mode, other.op), (self.mode, self.op)} == {("fwd_pre", "all_gather"), ("bwd_post", "all_reduce")}:
+            if {(other.mode, other.op), (self.mode, self.op)} == {
+                ("fwd_pre", "all_gather"),
+                ("bwd_post", "all_reduce"),
+            }:
                 yield Problem("the backward of fwd_pre all_gather sums the gradients already", "leave out bwd_post")
 
     def _check_op(self, site: Site) -> Iterator[Problem]:
@@ -81,7 +87,12 @@ class Sync(Primitive):
             yield Problem(f"{self.op} needs an axis", "axis=1 is the sequence, axis=-1 the hidden dimension")
             return
         if self.mode == "bwd_post" and self.op != "all_reduce":
-            yield Problem(f"bwd_post {self.op} is not needed", "fwd_pre all_gather reduce-scatters, scatter all-gathers")
+            yield Problem(
+                f"bwd_post {self.op} is not needed", "fwd_pre all_gather reduce-scatters, scatter all-gathers"
+            )
+            return
+        if self.mode == "fwd_pre" and self.op in ("all_reduce", "reduce_scatter"):
+            yield Problem(f"{self.op} before a module would add its equal inputs", "all_gather or scatter")
             return
         yield from self._check_output(site)
 
@@ -102,27 +113,39 @@ class Sync(Primitive):
                 'all_gather with axis=-1, or a row-parallel module after it with sync("fwd_post", "all_reduce")',
             )
         elif output == "split" and self.op == "scatter":
-            yield Problem("the weight is split along its output: of different columns, scatter would keep different rows")
+            yield Problem(
+                "the weight is split along its output: of different columns, scatter would keep different rows"
+            )
         elif output == "split" and self.op == "all_gather" and not along_last:
             yield Problem(f"the output is split along its last dim, not along {self.axis}", "axis=-1")
         elif output == "partial" and self.op in ("all_gather", "scatter"):
-            yield Problem(f"the output is a partial sum, which {self.op} would leave unsummed", "all_reduce or reduce_scatter")
+            yield Problem(
+                f"the output is a partial sum, which {self.op} would leave unsummed", "all_reduce or reduce_scatter"
+            )
         elif output == "partial" and self.op == "reduce_scatter" and along_last:
             yield Problem("the output would be split along its last dim, its bias is not", "axis=1 is the sequence")
         elif output == "whole" and self.op in ("all_reduce", "reduce_scatter"):
-            yield Problem(f"nothing of it is split, so {self.op} would add {site.mesh.tp} equal outputs", "shard it first")
+            yield Problem(
+                f"nothing of it is split, so {self.op} would add {site.mesh.tp} equal outputs", "shard it first"
+            )
 
     def apply(self, site: Site) -> None:
         site.state.syncs.setdefault(site.path, []).append(self)
         if site.mesh.tp == 1:
             return
         plan = plan_of(site.module)
+        if self.mode == "bwd_post" and self.op == "all_reduce" and self._is_column(site) and self.argument is None:
+            change_plan(site.module, site.mesh, kernel=OverlappedColumn(site.mesh, keeps_in_out(site.module)))
+            return
         planned = PlannedSync(self.mode, str(self.op), self._function(site, plan), self.argument)
         change_plan(site.module, site.mesh, syncs=(*(plan.syncs if plan else ()), planned))
         plan = plan_of(site.module)
         if self.op == "reduce_scatter" and plan is not None and plan.deferred_bias:
             # Each rank adds the bias to its own part of the sequence only.
             sums_gradient(site.module, "bias", site.mesh.tp, site)
+
+    def _is_column(self, site: Site) -> bool:
+        return output_of(site.module, _weight_layout(site)) == "split" and not isinstance(site.module, nn.Embedding)
 
     def _function(self, site: Site, plan: Plan | None) -> Callable[[Tensor], Tensor]:
         if self.mode == "fwd_post" and self.op == "all_reduce" and plan is not None and plan.kernel is not None:
@@ -144,7 +167,9 @@ def _communicate(sync: Sync, mesh: Mesh, layout: Layout | None, x: Tensor) -> Te
         op = sync.op
         return collectives.pair(x, lambda t: t, lambda g: op(g, group)) if sync.mode == "bwd_post" else op(x, group)
     if sync.op == "all_reduce":
-        return collectives.reduce_backward(x, group) if sync.mode == "bwd_post" else collectives.reduce_forward(x, group)
+        return (
+            collectives.reduce_backward(x, group) if sync.mode == "bwd_post" else collectives.reduce_forward(x, group)
+        )
     axis = sync.axis
     assert axis is not None
     if sync.op == "scatter":

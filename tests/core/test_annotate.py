@@ -118,3 +118,8 @@ def test_values_that_are_no_text_are_refused_on_saving_only():
         sch.history.to_json()
     assert "value is a Tensor, which cannot be saved as text" in str(caught.value)
     assert "annotate(param='weight', key='mine'" in str(caught.value)
+
+
+def test_property_without_a_setter_is_refused():
+    sch = create_schedule(models.gpt2(), Mesh(tp=2))
+    assert_refused(sch, lambda s: s.set_attribute("device", torch.device("cpu")), "'device' is a property")

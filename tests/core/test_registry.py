@@ -101,6 +101,7 @@ def test_decorator_registers_a_schedule_under_its_name():
         ("zzz", ("no schedule 'zzz'; there are", "'gpt2'", "'llama'")),
         ("{file}:shut", ("has no function 'shut'; did you mean 'shout'",)),
         ("{file}:LIMIT", ("has no function 'LIMIT'; there are", "'schedule'", "'shout'")),
+        ("no_such_package.schedules:f", ("there is no module 'no_such_package.schedules'", "FILE.py:FUNCTION")),
         ("{file}x.py:f", ("there is no schedule file", "mine.pyx.py", "looked in")),
     ],
 )

@@ -8,7 +8,7 @@ from torch import nn
 
 import models
 from partbook.core import Mesh, cat, create_schedule, transpose
-from partbook.schedules.fused import fuse_qkv, qkv_mapping
+from partbook.schedules.fused import QKV, fuse_qkv, mapping
 from replays import assert_refused, assert_replays
 
 
@@ -129,7 +129,7 @@ def test_replacement_of_a_replacement_is_made_of_the_original():
 def test_fused_qkv_computes_the_same_and_then_splits_by_segments(make):
     dense, sch = make().eval().double(), create_schedule(make().eval().double())
     for attn in sch.select("**.self_attn"):
-        attn.replace(fuse_qkv, qkv_mapping(attn.module))
+        attn.replace(fuse_qkv, mapping(attn.module, QKV, "qkv_proj"))
     batch = models.batch()
     torch.testing.assert_close(sch.module(**batch).logits, dense(**batch).logits)
     names = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj")]

@@ -76,8 +76,14 @@ def test_a_star_is_one_name_and_double_star_any_number(sch):
             ("sch['transformer.h.0.atn']", "no module 'transformer.h.0.atn'", "'attn'"),
         ),
         (lambda s: s["lm_hed"], ("there is no module 'lm_hed'", "did you mean 'lm_head'?")),
-        (lambda s: s["transformer"]["h.7"], ("no module 'transformer.h.7'", "'transformer.h' has", "'0', '1'")),
-        (lambda s: s["transformer.x.y"], ("no module 'transformer.x.y'", "'transformer' has", "'wte', 'wpe', 'drop'")),
+        (
+            lambda s: s["transformer"]["h.7"],
+            ("no module 'transformer.h.7'", "below 'transformer.h' there are '0', '1'"),
+        ),
+        (
+            lambda s: s["transformer.x.y"],
+            ("no module 'transformer.x.y'", "below 'transformer' there are 'wte', 'wpe', 'drop'"),
+        ),
         (lambda s: s["lm_head.weight"], ("no module 'lm_head.weight'", "there are none")),
         (
             lambda s: s.select("transformer.g.*"),

@@ -5,6 +5,7 @@ import pytest
 import models
 from partbook.core import Mesh, create_schedule
 from partbook.core.execution import plan_of
+from partbook.core.overlap import OverlappedColumn
 from replays import assert_refused, assert_replays
 
 
@@ -36,7 +37,6 @@ def features(sch):
         (row, "down", ("fwd_post", double)),
         (column, "up", ("fwd_post", "all_gather", -1)),
         (column, "up", ("fwd_pre", "all_gather", 1)),
-        (column, "up", ("bwd_post", "all_reduce")),
         (column, "up", ("bwd_post", double)),
         (vocabulary, "words", ("fwd_post", "all_reduce")),
         (vocabulary, "words", ("fwd_post", "reduce_scatter", 1)),
@@ -60,6 +60,17 @@ def test_fitting_sync_is_recorded_printed_and_replayed(setup, path, arguments, t
     assert (
         [(sync.mode, sync.op) for sync in plan.syncs] == [(arguments[0], str(arguments[1]))] if tp > 1 else plan is None
     )
+    assert_replays(sch, models.Toy(tied=False))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_input_gradient_of_a_column_parallel_module_is_summed_by_its_own_kernel(tp):
+    """Where the sum can run beside the weight gradient; elsewhere it is a step of its own."""
+    sch = create_schedule(models.Toy(tied=False), Mesh(tp=tp))
+    column(sch)
+    sch["up"].sync("bwd_post", "all_reduce")
+    plan = plan_of(sch["up"].module)
+    assert (isinstance(plan.kernel, OverlappedColumn) and plan.syncs == ()) if tp > 1 else plan is None
     assert_replays(sch, models.Toy(tied=False))
 
 
@@ -87,6 +98,8 @@ REFUSALS = [
     (None, lambda s: s["up"].sync("fwd_past", "all_reduce"), "no mode 'fwd_past'", "'fwd_post'"),
     (None, lambda s: s["up"].sync("fwd_post", "allreduce"), "no op 'allreduce'", "'all_reduce'", "or pass a function"),
     (None, lambda s: s["up"].sync("fwd_pre", "all_gather", 1, "inputs"), "forward has no argument 'inputs'", "'input'"),
+    (None, lambda s: s["up"].sync("fwd_pre", "all_reduce"), "would add its equal inputs", "all_gather or scatter"),
+    (None, lambda s: s["up"].sync("fwd_pre", "reduce_scatter", axis=1), "would add its equal inputs"),
     # the axis
     (row, lambda s: s["down"].sync("fwd_post", "all_reduce", axis=1), "all_reduce takes no axis"),
     (

@@ -59,7 +59,7 @@ LOSS = Counter({("all_reduce", TOKENS): 1, ("all_reduce", 2 * TOKENS): 1})
 @pytest.mark.parametrize(
     ("family", "options", "built_with"),
     [("gpt2", {}, {}), ("gpt2", {"fuse_qkv": True}, {"tied": False}), ("llama", {}, {}),
-     ("llama", {"fuse_qkv": True}, {"tied": True, "attention_bias": True, "mlp_bias": True})],
+     ("llama", {"fuse_qkv": True, "fuse_gate_up": True}, {"tied": True, "attention_bias": True, "mlp_bias": True})],
 )  # fmt: skip
 @on_ranks(2)
 def test_a_block_sums_twice_forward_and_twice_backward(rank, family, options, built_with, layers):

@@ -12,7 +12,7 @@ from partbook.core import gradients
 from partbook.dialects.pytorch import initialize
 from ranks import on_ranks
 
-FAMILIES = [("gpt2", {}), ("llama", {"fuse_qkv": True}), ("llama", {"sequence_parallel": True})]
+FAMILIES = [("gpt2", {}), ("llama", {"fuse_qkv": True, "fuse_gate_up": True}), ("llama", {"sequence_parallel": True})]
 
 
 def both(family: str, options: dict[str, Any], **built_with: Any) -> tuple[nn.Module, nn.Module]:
