@@ -269,7 +269,7 @@ class Record:
 def measure(
     systems: Sequence[System], job: Any, rounds: int, deadline: float, warmup: int = 1
 ) -> dict[tuple[str, str], Record]:
-    """Start all systems, then take one step of each in every round, backwards in every second one.
+    """Start all systems, then time one step of each in every round, backwards in every second one.
 
     Keys are (system, trial). Raises RankFailed with the traceback of the failing rank.
     """
@@ -284,6 +284,9 @@ def measure(
             turns = [(ranks, key) for ranks in running for key in records if key[0] == ranks.system]
             for turn in range(-warmup, rounds):
                 for ranks, key in turns if turn % 2 else reversed(turns):
+                    if len(running) > 1:
+                        # While others ran, this one's memory left the caches: training is not like that.
+                        ranks.step(key[1], deadline)
                     samples = ranks.step(key[1], deadline)
                     if turn >= 0:
                         records[key].samples.append(samples)
