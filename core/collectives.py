@@ -7,9 +7,10 @@ arXiv:2205.05198, fig. 5). The functional collectives of torch are used, which t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional  # noqa: F401  (registers the operators)
@@ -22,16 +23,27 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
-def start_sum_(x: Tensor, group: ProcessGroup) -> Tensor:
+class Pending(NamedTuple):
+    """A tensor that a collective is working on."""
+
+    tensor: Tensor
+    work: Any
+
+
+def start_sum_(x: Tensor, group: ProcessGroup) -> Pending:
     """Begin ``sum_over`` in place; ``finish`` waits for it. ``x`` is contiguous and nobody else's; no backward."""
-    # The compiler takes functional collectives only, and makes them in-place and asynchronous itself.
-    op = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
-    return op(x, "sum", group.group_name)
+    if torch.compiler.is_compiling():
+        # The compiler takes functional collectives only, and makes them in-place and asynchronous itself.
+        return Pending(_ops.all_reduce(x, "sum", group.group_name), None)
+    return Pending(x, dist.all_reduce(x, group=group, async_op=True))
 
 
-def finish(x: Tensor) -> Tensor:
-    """``x`` once its collective is complete."""
-    return _ops.wait_tensor(x)
+def finish(pending: Pending) -> Tensor:
+    """The tensor, once its collective is complete."""
+    if pending.work is None:
+        return _ops.wait_tensor(pending.tensor)
+    pending.work.wait()
+    return pending.tensor
 
 
 def max_over(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -30,13 +30,23 @@ class FusedLinear(nn.Linear):
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Output ``index`` for ``x``; every part of one product is given out once, and then forgotten."""
-        if self._input is not x or index not in self._waiting:
+        if index not in self._waiting or not _same(self._input, x):
             self._input = x
             self._waiting = dict(enumerate(self(x).split(self.sizes, dim=-1)))
         found = self._waiting.pop(index)
         if not self._waiting:
             self._input = None
         return found
+
+
+def _same(known: Tensor | None, x: Tensor) -> bool:
+    """Whether two siblings were called with one tensor; backward hooks on modules hand each a view of its own."""
+    if known is None or known is x:
+        return known is x
+    if known.is_inference() or x.is_inference() or known.requires_grad != x.requires_grad:
+        return False
+    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for t in (known, x)]
+    return places[0] == places[1]
 
 
 class Part(nn.Module):

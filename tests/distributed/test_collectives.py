@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
@@ -32,7 +33,8 @@ class Collectives(TorchDispatchMode):
         if namespace in ("_c10d_functional", "c10d", "_dtensor") and "wait" not in name:
             tensors = args[0] if isinstance(args[0], list) else [args[0]]
             # in place or not
-            self.counts[name.partition(".")[0].rstrip("_"), sum(tensor.numel() for tensor in tensors)] += 1
+            kind = name.partition(".")[0].rstrip("_").replace("allreduce", "all_reduce")
+            self.counts[kind, sum(tensor.numel() for tensor in tensors)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -129,3 +131,19 @@ def test_logits_are_gathered_once_where_somebody_sees_them(rank):
         with Collectives() as found, torch.no_grad():
             module(**inputs)
         assert found.counts[logits] == gathers, (train, list(inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_qkv": True, "fuse_gate_up": True}], ids=["plain", "fused"])
+@on_ranks(2)
+def test_torchs_own_counter_sees_four_all_reduces_a_block_and_no_gather(rank, options):
+    """What CommDebugMode, which users have at hand, says of a step. It hooks every module, so each of the siblings that
+    share one product is called with a view of its own of their input."""
+    model = models.llama(layers=3, vocab=VOCABULARY)
+    module, _ = initialize(model, "llama", options, tp=2)
+    batch = models.batch(vocab=VOCABULARY, size=BATCH, length=LENGTH)
+    module(**batch)
+    with CommDebugMode() as mode:
+        module(**batch).loss.backward()
+    # a block's four, the embedding's, the head's, and the loss's two
+    assert mode.get_total_counts() == 4 * 3 + 1 + 1 + 2
+    assert not [kind for kind in mode.get_comm_counts() if "gather" in str(kind)]
