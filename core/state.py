@@ -99,12 +99,6 @@ class State:
                     self._owners.setdefault(id(value), []).append((module, path, name))
         yield from self._owners.get(id(parameter), ())
 
-    def set_parameter(self, old: nn.Parameter, new: nn.Parameter) -> None:
-        """Put ``new`` wherever ``old`` is."""
-        for module, _, name in list(self.owners(old)):
-            module._parameters[name] = new
-        self.structure_changed()
-
     def full_shape(self, name: str) -> tuple[int, ...]:
         """The unsharded, unpadded shape of the current parameter ``name``."""
         return self.weights[name].shape(self.original.shapes)
