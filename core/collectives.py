@@ -6,7 +6,8 @@ arXiv:2205.05198, fig. 5). The functional collectives of torch are used, which t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,28 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional  # noqa: F401  (registers the operators)
 
 _ops = torch.ops._c10d_functional
+_is_pretended = False
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    """Inside, collectives give tensors of the right shapes and communicate nothing: for a run on fake tensors."""
+    global _is_pretended
+    before, _is_pretended = _is_pretended, True
+    try:
+        yield
+    finally:
+        _is_pretended = before
+
+
+def is_pretended() -> bool:
+    return _is_pretended
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of every rank's ``x``; no backward."""
+    if _is_pretended:
+        return torch.empty_like(x)
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
@@ -30,8 +49,18 @@ class Pending(NamedTuple):
     work: Any
 
 
+class _Finished:
+    """The handle of a collective that did not take place."""
+
+    @staticmethod
+    def wait() -> None:
+        pass
+
+
 def start_sum_(x: Tensor, group: ProcessGroup) -> Pending:
     """Begin ``sum_over`` in place; ``finish`` waits for it. ``x`` is contiguous and nobody else's; no backward."""
+    if _is_pretended:
+        return Pending(x, _Finished)
     if torch.compiler.is_compiling():
         # The compiler takes functional collectives only, and makes them in-place and asynchronous itself.
         return Pending(_ops.all_reduce(x, "sum", group.group_name), None)
@@ -48,12 +77,16 @@ def finish(pending: Pending) -> Tensor:
 
 def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The elementwise maximum of every rank's ``x``; no backward."""
+    if _is_pretended:
+        return torch.empty_like(x)
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
 
 
 def gather_parts(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Every rank's ``x`` in rank order; no backward."""
     size = group.size()
+    if _is_pretended:
+        return [torch.empty_like(x) for _ in range(size)]
     stacked = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(-1), size, group.group_name))
     return list(stacked.view(size, *x.shape).unbind())
 
@@ -74,6 +107,8 @@ def _scatter(x: Tensor, axis: int, group: ProcessGroup) -> Tensor:
 def _reduce_scatter(x: Tensor, axis: int, group: ProcessGroup) -> Tensor:
     if x.shape[axis] % group.size():
         _scatter(x, axis, group)  # raises
+    if _is_pretended:
+        return torch.empty_like(x.chunk(group.size(), dim=axis)[0])
     stacked = torch.cat(x.chunk(group.size(), dim=axis)) if axis % x.ndim else x.contiguous()
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 

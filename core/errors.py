@@ -43,6 +43,14 @@ class ScheduleError(PartbookError, ValueError):
         super().__init__("\n".join(lines))
 
 
+class TraceError(PartbookError, RuntimeError):
+    """A module whose forward cannot be recorded as a graph: its path, the line and the construct. It is unchanged."""
+
+
+class GuardError(PartbookError, RuntimeError):
+    """A call that no graph of a traced module is good for: what the graphs were specialised on, and what was found."""
+
+
 class WeightsError(PartbookError, ValueError):
     """Weights that do not fit the model: a missing tensor, another shape, an unreadable folder."""
 

@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from . import rng
-from .collectives import gather_parts, sum_over
+from .collectives import gather_parts, is_pretended, sum_over
 from .mesh import Mesh
 
 Forward = Callable[..., Any]
@@ -46,9 +46,13 @@ class Plan:
 
     mesh: Mesh
     kernel: Callable[..., Tensor] | None = None
+    # the graph that runs in place of the module's own forward: (module, its forward, *args, **kwargs) -> output
+    graph: Callable[..., Any] | None = None
     around: Around | None = None
     syncs: tuple[Sync, ...] = ()
     deferred_bias: bool = False
+    # graphs around it add the bias themselves
+    decomposed: bool = False
     checkpoint: bool = False
     random: Literal["default", "forked", "shared"] = "default"
     # parameter name -> how many neighbouring ranks hold the same slice and each see a part of its gradient
@@ -85,10 +89,12 @@ def _scheduled_class(cls: Any) -> Any:
     return type(cls)(cls.__name__, (cls,), {**names, "__qualname__": cls.__qualname__})
 
 
-def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward of a scheduled module."""
+def run(
+    module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], with_bias: bool = True
+) -> Any:
+    """The forward of a scheduled module; of a linear on request without its bias."""
     plan: Plan = module.__dict__["_partbook_plan"]
-    if plan.mesh.is_virtual:
+    if plan.mesh.is_virtual and not is_pretended():
         raise RuntimeError(
             f"this {type(module).__name__} is scheduled on a virtual mesh (tp={plan.mesh.tp}): it can be planned, "
             "counted and filled with weights; to run it, schedule it on the mesh of a dialect"
@@ -96,20 +102,24 @@ def run(module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict
     _sum_partial_gradients(module, plan)
     for sync in plan.syncs:
         args, kwargs = _apply_to_inputs(sync, module, args, kwargs)
-    call = functools.partial(plan.kernel, module) if plan.kernel else forward
+    call = forward
+    if plan.kernel:
+        call = functools.partial(plan.kernel, module, **({} if with_bias else {"with_bias": False}))
+    if plan.graph:
+        call = functools.partial(plan.graph, module, call)
     if plan.around:
         call = functools.partial(plan.around, module, call)
         output = call(args, kwargs)
     elif plan.checkpoint and module.training and torch.is_grad_enabled():
         # Recomputing must not write a key-value cache a second time.
-        args, kwargs = tree_map(_without_cache, (args, kwargs), is_leaf=_is_cache)
+        args, kwargs = without_caches(args, kwargs)
         output = checkpoint(_on_stream, plan, module.training, call, *args, use_reentrant=False, **kwargs)
     else:
         output = _on_stream(plan, module.training, call, *args, **kwargs)
     for sync in plan.syncs:
         if sync.mode == "fwd_post":
             output = _apply_to_output(sync, output)
-    if plan.deferred_bias:
+    if plan.deferred_bias and with_bias:
         # A partial sum takes its bias once, after the ranks' parts are added.
         output = output + module.get_parameter("bias")
     return output
@@ -189,8 +199,32 @@ def _is_cache(x: Any) -> bool:
     return caches is not None and isinstance(x, caches.Cache)
 
 
-def _without_cache(x: Any) -> Any:
-    return None if _is_cache(x) else x
+def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module is called with a key-value cache."""
+    caches = sys.modules.get("transformers.cache_utils")
+    return caches is not None and any(isinstance(x, caches.Cache) for x in (*args, *kwargs.values()))
+
+
+def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call without its key-value caches, which training has no use for."""
+    if not has_cache(args, kwargs):
+        return args, kwargs
+    return tuple(None if _is_cache(x) else x for x in args), {k: None if _is_cache(x) else x for k, x in kwargs.items()}
+
+
+@contextmanager
+def own_forward(module: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``instead(module, forward, *args, **kwargs)`` runs in the place of the module's own forward."""
+    cls, plan = type(module), plan_of(module)
+    change_plan(module, plan.mesh if plan else Mesh(), graph=instead, checkpoint=False, random="default")
+    try:
+        yield
+    finally:
+        module.__class__ = cls
+        if plan is None:
+            del module.__dict__["_partbook_plan"]
+        else:
+            module.__dict__["_partbook_plan"] = plan
 
 
 def _sum_partial_gradients(module: nn.Module, plan: Plan) -> None:

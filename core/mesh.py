@@ -11,6 +11,20 @@ Axis = Literal["dp", "pp", "tp"]
 
 
 @dataclass(frozen=True)
+class VirtualGroup:
+    """The tp group of a virtual mesh: its size and this rank's place, for what only plans."""
+
+    ranks: int
+    place: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.place
+
+
+@dataclass(frozen=True)
 class Mesh:
     """Sizes of the parallel axes and this process's global ``rank``; arithmetic only.
 
@@ -59,6 +73,10 @@ class Mesh:
     def is_virtual(self) -> bool:
         """True when ranks of one tp group cannot talk to each other from this process."""
         return self.tp > 1 and self.tp_group is None
+
+    def group(self) -> Any:
+        """The tp group, a ``VirtualGroup`` on a virtual mesh."""
+        return VirtualGroup(self.tp, self.tp_rank) if self.is_virtual else self.tp_group
 
     def at(self, rank: int) -> Self:
         """The same sizes seen from ``rank``, virtual."""

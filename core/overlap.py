@@ -28,14 +28,14 @@ class OverlappedColumn:
     mesh: Mesh
     transposed: bool
 
-    def __call__(self, module: Any, x: Tensor) -> Tensor:
-        group = self.mesh.tp_group
-        assert group is not None
+    def __call__(self, module: Any, x: Tensor, with_bias: bool = True) -> Tensor:
+        group = self.mesh.group()
         weight = module.weight.t() if self.transposed else module.weight
+        bias = module.bias if with_bias else None
         if not x.requires_grad or torch.is_autocast_enabled(x.device.type):
             # Autocast has its own product; without an input gradient there is nothing to sum.
-            return functional.linear(reduce_backward(x, group) if x.requires_grad else x, weight, module.bias)
-        return _Linear.apply(x, weight, module.bias, group)
+            return functional.linear(reduce_backward(x, group) if x.requires_grad else x, weight, bias)
+        return _Linear.apply(x, weight, bias, group)
 
 
 class _Linear(torch.autograd.Function):

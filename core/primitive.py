@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 
 from .errors import Problem, did_you_mean
+from .match import Match
 from .mesh import Mesh
+from .tracing.examples import TensorLike
 from .weights import Cat, Expression, Source, Transpose
 
 if TYPE_CHECKING:
@@ -47,6 +50,10 @@ class Primitive(ABC):
     @abstractmethod
     def apply(self, site: Site) -> None:
         """Make the change. Called after a clean check only, so it cannot fail for a reason of the user's."""
+
+    def touches(self, site: Site) -> Iterator[str]:
+        """The paths of the modules whose output or forward it changes: graphs that hold them are made again."""
+        yield site.path
 
     def as_call(self) -> str:
         """The call as the user would write it, without arguments at their defaults."""
@@ -118,12 +125,16 @@ _EXPRESSIONS: dict[str, type[Expression]] = {"source": Source, "cat": Cat, "tran
 def _encode(value: Any, primitive: Primitive, argument: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, TensorLike):
+        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, list | tuple):
         items = [_encode(item, primitive, argument) for item in value]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, dict):
         # Pairs: JSON would turn a key that is a number into text.
         return {"dict": [[_encode(part, primitive, argument) for part in pair] for pair in value.items()]}
+    if isinstance(value, Match):
+        return {"match": _encode([value.path, value.nodes, value.pattern], primitive, argument)}
     for name, cls in _EXPRESSIONS.items():
         if isinstance(value, cls):
             fields = dataclasses.fields(value)  # type: ignore[arg-type]
@@ -167,4 +178,8 @@ def _decode(value: Any) -> Any:
         for part in qualified.split("."):
             found = getattr(found, part)
         return found
+    if kind == "match":
+        return Match(*_decode(content))
+    if kind == "tensor":
+        return TensorLike(tuple(content[0]), getattr(torch, content[1]))
     return _EXPRESSIONS[kind](**{name: _decode(item) for name, item in content.items()})

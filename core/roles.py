@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .execution import change_plan
+from .execution import change_plan, original_class
 from .layout import Layout
 from .mesh import Mesh
 
@@ -36,15 +37,30 @@ _EMBEDDING = Kind(1, 0, "embedding_dim", "num_embeddings")
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    if isinstance(module, nn.Linear):
-        return _LINEAR
-    if isinstance(module, nn.Embedding):
-        return _EMBEDDING
+    """None as well for a subclass with a forward of its own, such as an embedding that scales what it looks up."""
+    for cls, kind in _kinds():
+        if isinstance(module, cls):
+            return kind if original_class(module).forward is cls.forward else None
+    return None
+
+
+def differs(module: nn.Module) -> type[nn.Module] | None:
+    """The class with a rule that the module is a subclass of, with a forward of its own to which it does not apply."""
+    return next((cls for cls, _ in _kinds() if isinstance(module, cls) and kind_of(module) is None), None)
+
+
+def _kinds() -> Iterator[tuple[type[nn.Module], Kind]]:
+    yield nn.Linear, _LINEAR
+    yield nn.Embedding, _EMBEDDING
     # Looked up, not imported: a plain PyTorch model does not need transformers.
     transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None and isinstance(module, transformers.Conv1D):
-        return _CONV1D
-    return None
+    if transformers is not None:
+        yield transformers.Conv1D, _CONV1D
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a product with ``weight`` and, maybe, a bias."""
+    return kind_of(module) in (_LINEAR, _CONV1D)
 
 
 def keeps_in_out(module: nn.Module) -> bool:
@@ -73,15 +89,12 @@ def adapt(module: nn.Module, name: str, layout: Layout, mesh: Mesh) -> None:
     if kind is _EMBEDDING:
         change_plan(module, mesh, kernel=VocabularySlice(layout.ranges(mesh.tp_rank)[0], layout.shape[0]))
     else:
-        change_plan(
-            module, mesh, kernel=_multiply_without_bias, deferred_bias=getattr(module, "bias", None) is not None
-        )
+        change_plan(module, mesh, kernel=multiply_without_bias, deferred_bias=getattr(module, "bias", None) is not None)
 
 
-def _multiply_without_bias(module: Any, x: Tensor) -> Tensor:
-    if kind_of(module) is _LINEAR:
-        return functional.linear(x, module.weight)
-    return x @ module.weight
+def multiply_without_bias(module: Any, x: Tensor, with_bias: bool = False) -> Tensor:
+    """The product of a linear alone; a kernel that leaves the bias to be added after the ranks' parts are."""
+    return x @ module.weight if keeps_in_out(module) else functional.linear(x, module.weight)
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
-from typing import Any, Concatenate, ParamSpec, Self
+from typing import Any, Concatenate, ParamSpec, Self, overload
 
-from torch import nn
+from torch import fx, nn
 
-from .errors import Problem, ScheduleError, did_you_mean, user_line
+from .errors import Problem, ScheduleError, TraceError, did_you_mean, user_line
 from .execution import plan_of
 from .history import History, Step
+from .match import Match, find_matches, find_nodes
 from .mesh import Mesh
+from .patterns import PatternError, matches_glob, nearest_miss
 from .primitive import Primitive, Site
 from .primitives import (
     Annotate,
     Checkpoint,
+    Decompose,
     ForkRng,
+    Fuse,
     Replace,
     ReplaceAll,
     SetAttribute,
     Shard,
     ShardLoss,
     Sync,
+    Trace,
 )
+from .primitives.trace import changed, current, graph_of, no_longer_shown
 from .state import State
+from .tracing.traced import RewriteError
 
 P = ParamSpec("P")
 
@@ -96,12 +102,68 @@ class Schedule:
 
         Raises ScheduleError when there are none.
         """
-        pattern = glob.split(".")
-        found = [self[path] for path, _ in self.module.named_modules() if path and _matches(path.split("."), pattern)]
+        found = self._matching(glob)
         if not found:
             problem = Problem(f"no module below {self.path or 'the model'!r} matches {glob!r}")
             raise ScheduleError(f"{self._as_code()}.select({glob!r})", [problem], user_line())
         return found
+
+    @overload
+    def find(self, what: str | type[nn.Module]) -> list[Schedule]: ...
+    @overload
+    def find(self, what: Callable[..., Any]) -> list[Match]: ...
+    @overload
+    def find(self, *, node: Callable[[fx.Node], bool]) -> list[Match]: ...
+
+    def find(self, what: Any = None, *, node: Any = None) -> Any:
+        """Modules below by path glob or type; or places in this module's graph: by pattern, or single nodes.
+
+        A pattern is a function over torch operations that is written as the code to find: its arguments match any
+        value, the same one wherever they stand. A module and its functional twin match each other, ``module(glob)(x)``
+        matches the call of a child by its path, operands of sums and products match in either order. A place of which
+        an intermediate value is used elsewhere does not match, and matches do not overlap. A pattern that returns
+        several values matches siblings::
+
+            attn.find(lambda x: (module("q_proj")(x), module("k_proj")(x), module("v_proj")(x)))
+
+        The module is traced if it is not yet; of its graphs (with a mask, without, ...) the first with a match counts.
+        A step at that match is repeated on all graphs that have it. Raises ScheduleError for what is no pattern, and where tracing fails.
+        """
+        if isinstance(what, str):
+            return self.select(what) if self._matching(what) else []
+        if isinstance(what, type):
+            found = [path for path, module in self.module.named_modules() if path and isinstance(module, what)]
+            return [self[path] for path in found]
+        try:
+            for graph in self.graphs():
+                found = find_nodes(self.path, graph, node) if node else find_matches(self.path, graph, self.module, what)
+                if found:
+                    return found
+        except PatternError as error:
+            call = f"{self._as_code()}.find({getattr(what, '__name__', what)})"
+            raise ScheduleError(call, [Problem(str(error))], user_line()) from error
+        return []
+
+    def match(self, pattern: Callable[..., Any]) -> Match:
+        """The one place where the pattern matches. Raises ScheduleError for none, with the nearest miss, or several."""
+        found = self.find(pattern)
+        if len(found) == 1:
+            return found[0]
+        what = f"{len(found)} matches: {', '.join(map(str, found))}" if found else "no match"
+        hint = "find() gives all of them" if found else nearest_miss(self.graphs()[0], self.module, pattern)
+        call = f"{self._as_code()}.match({getattr(pattern, '__name__', pattern)})"
+        raise ScheduleError(call, [Problem(what, hint)], user_line())
+
+    def graphs(self) -> list[fx.Graph]:
+        """The graphs of this module, one for each kind of call; it is traced if it is not yet."""
+        site = Site(self.state, self.path)
+        if graph_of(site) is None:
+            self.trace()
+        try:
+            return [kind.graph for kind in current(site).kinds]
+        except (TraceError, RewriteError) as error:
+            found = f"its graph cannot be made again after it was changed: {error}"
+            raise ScheduleError(f"{self._as_code()}.graphs()", [Problem(found)], user_line()) from error
 
     def do(self, primitive: Primitive) -> Self:
         """Apply ``primitive`` here; returns this node. Raises ScheduleError, changing nothing, if a rule is broken."""
@@ -110,6 +172,9 @@ class Schedule:
         if problems:
             raise ScheduleError(f"{self._as_code()}.{primitive.as_call()}", problems, user_line())
         primitive.apply(site)
+        for path in primitive.touches(site):
+            changed(self.state, path)
+        no_longer_shown(self.state, self.path)
         # Not every step leaves a plan behind: a model with slices for weights must not pass for an untouched one.
         self.state.model.__dict__[_STEPS] = True
         self.state.history.append(Step(self.path, primitive, user_line()))
@@ -129,6 +194,9 @@ class Schedule:
     annotate = _verb(Annotate)
     set_attribute = _verb(SetAttribute)
     shard_loss = _verb(ShardLoss)
+    trace = _verb(Trace)
+    fuse = _verb(Fuse)
+    decompose = _verb(Decompose)
 
     def __str__(self) -> str:
         from .show import tree
@@ -137,6 +205,9 @@ class Schedule:
 
     def __repr__(self) -> str:
         return f"<Schedule {self.path or '(root)'}: {type(self.module).__name__}>"
+
+    def _matching(self, glob: str) -> list[Schedule]:
+        return [self[path] for path, _ in self.module.named_modules() if path and matches_glob(path, glob)]
 
     def _join(self, path: str) -> str:
         return f"{self.path}.{path}".strip(".")
@@ -155,11 +226,3 @@ def create_schedule(model: nn.Module, mesh: Mesh | None = None) -> Schedule:
         raise ScheduleError("create_schedule(model)", [problem], user_line())
     mesh = mesh or Mesh()
     return Schedule(State.of(model, mesh, History(mesh=mesh)))
-
-
-def _matches(names: list[str], pattern: list[str]) -> bool:
-    if not pattern:
-        return not names
-    if pattern[0] == "**":
-        return any(_matches(names[i:], pattern[1:]) for i in range(len(names) + 1))
-    return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])

@@ -13,6 +13,8 @@ from .errors import Problem, ScheduleError, user_line
 from .history import History
 from .layout import Layout
 from .mesh import Mesh
+from .primitive import Site
+from .primitives.trace import unfinished
 from .roles import kind_of, output_of
 from .state import Original, State
 from .weights import Expression, Source
@@ -60,7 +62,7 @@ def build(sch: Schedule) -> ScheduledModel:
     problems = [
         Problem(f"{path or 'the model'}: {problem.found}", problem.hint)
         for path, module in state.model.named_modules()
-        for problem in _unfinished(state, path, module)
+        for problem in (*_unfinished(state, path, module), *unfinished(Site(state, path)))
     ]
     if problems:
         raise ScheduleError("build(sch)", problems, user_line())

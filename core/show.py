@@ -10,6 +10,7 @@ from torch import nn
 from .execution import plan_of
 from .primitives.annotate import PARTIAL_GRADIENT
 from .state import State
+from .tracing.traced import Traced
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -53,6 +54,9 @@ def _line(state: State, path: str, module: nn.Module) -> str:
     plan = plan_of(module)
     if plan is not None:
         parts += ["checkpoint"] if plan.checkpoint else []
+        parts += ["decomposed"] if plan.decomposed else []
+        if isinstance(plan.graph, Traced):
+            parts += ["traced", *map(str, plan.graph.rewrites)]
         parts += [f"{plan.random} rng"] if plan.random != "default" else []
         parts += [f"gradient of {name} summed over {n}" for name, n in plan.partial_gradients.items()]
     return "  ".join(parts)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .layout import Layout
 from .mesh import Mesh
+from .tracing.library import Library
 from .weights import Expression, Source
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class State:
     annotations: dict[str, dict[str, Any]] = field(default_factory=dict)
     # paths of the heads whose loss is computed on vocabulary shards
     sharded_losses: list[str] = field(default_factory=list)
+    library: Library = field(default_factory=Library)
     _names: dict[int, str] | None = None
     _owners: dict[int, list[tuple[nn.Module, str, str]]] | None = None
 

@@ -40,6 +40,9 @@ class Annotate(Primitive):
         if PARTIAL_GRADIENT in site.state.annotations.get(name, {}):
             yield Problem(f"{name} has a partial gradient already")
 
+    def touches(self, site: Site) -> Iterator[str]:
+        return iter(())
+
     def apply(self, site: Site) -> None:
         site.state.annotations.setdefault(site.full_name(self.param), {})[self.key] = self.value
         if self.key == PARTIAL_GRADIENT:

@@ -35,6 +35,9 @@ class ForkRng(Primitive):
             if plan is not None and plan.random != "default":
                 yield Problem(f"{path or 'it'} has a {plan.random} random stream already")
 
+    def touches(self, site: Site) -> Iterator[str]:
+        return iter(())
+
     def apply(self, site: Site) -> None:
         if site.mesh.tp == 1:
             return

@@ -13,7 +13,7 @@ from ..errors import Problem
 from ..execution import change_plan, plan_of
 from ..layout import Layout
 from ..primitive import Primitive, Site
-from ..roles import adapt
+from ..roles import adapt, differs
 
 # annotate's key for a replicated parameter of whose uses each tp rank's backward sees a part
 PARTIAL_GRADIENT = "partial_gradient"
@@ -98,11 +98,21 @@ class Shard(Primitive):
                 yield Problem(
                     f"{path!r} has a sync already, which was checked against the whole weight", "shard first, then sync"
                 )
+            known = differs(module)
+            if known is not None and own_name == "weight":
+                yield Problem(
+                    f"{path!r} is a {known.__name__} with a forward of its own, so what its slice computes is not known",
+                    "replace it by modules that are known, then shard these",
+                )
             if not isinstance(module, nn.Embedding) or self.axis % parameter.ndim != 0:
                 continue
             unsupported = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
             if unsupported:
                 yield Problem(f"the embedding {path!r} uses {', '.join(unsupported)}, which a slice cannot honour")
+
+    def touches(self, site: Site) -> Iterator[str]:
+        # a tied parameter has several modules
+        return (path for _, path, _ in site.state.owners(site.module.get_parameter(self.param)))
 
     def apply(self, site: Site) -> None:
         state, mesh = site.state, site.mesh

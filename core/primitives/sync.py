@@ -156,13 +156,11 @@ class Sync(Primitive):
 
 
 def _reduce_in_place(mesh: Mesh, x: Tensor) -> Tensor:
-    assert mesh.tp_group is not None
-    return collectives.reduce_forward_(x.contiguous(), mesh.tp_group)
+    return collectives.reduce_forward_(x.contiguous(), mesh.group())
 
 
 def _communicate(sync: Sync, mesh: Mesh, layout: Layout | None, x: Tensor) -> Tensor:
-    group = mesh.tp_group
-    assert group is not None
+    group = mesh.group()
     if not isinstance(sync.op, str):
         op = sync.op
         return collectives.pair(x, lambda t: t, lambda g: op(g, group)) if sync.mode == "bwd_post" else op(x, group)
@@ -185,8 +183,7 @@ def _communicate(sync: Sync, mesh: Mesh, layout: Layout | None, x: Tensor) -> Te
 
 def gather_columns(x: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
     """The whole last dim of a column-parallel output, segments in order, padding dropped; own slice backward."""
-    group = mesh.tp_group
-    assert group is not None
+    group = mesh.group()
     return collectives.pair(
         x,
         lambda t: layout.merge(collectives.gather_parts(t, group), axis=-1),

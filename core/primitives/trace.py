@@ -1,0 +1,126 @@
+"""``trace``: give one module a graph, so that parts of its forward can be found and transformed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..errors import Problem, TraceError
+from ..execution import change_plan, plan_of
+from ..primitive import Primitive, Site
+from ..state import State
+from ..tracing.examples import default_inputs, shapes_of
+from ..tracing.traced import RewriteError, Traced
+
+
+@dataclass(frozen=True)
+class Trace(Primitive):
+    """Record this module's forward as a graph that runs in its place; its children stay calls.
+
+    ::
+
+        def forward(self, x):                    --trace()-->    %fc = call_module[fc](%x)
+            return F.gelu(self.fc(x)) * 2                        %gelu = F.gelu(%fc);  %mul = operator.mul(%gelu, 2)
+
+    The real Python runs on fake tensors with symbolic sizes, so the graph holds for other sizes. Path, parameters,
+    hooks and state-dict keys stay. A call of a new kind (another argument given, another dtype or attribute that the
+    Python looks at) is traced when it comes; if it cannot be, it raises GuardError. A call with a key-value cache runs
+    the module's own forward (and where the call does not say ``use_cache``, none is made).
+
+    Args: ``inputs`` are example arguments of the whole model, of which shapes and dtypes matter (default, for a
+    transformers model: ids and labels, with and without a padding mask). ``leaves`` are functions that stay one node.
+    """
+
+    verb: ClassVar[str] = "trace"
+    inputs: Mapping[str, Any] | None = None
+    leaves: tuple[Callable[..., Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", shapes_of(self.inputs))
+        object.__setattr__(self, "leaves", tuple(self.leaves))
+
+    def check(self, site: Site) -> Iterator[Problem]:
+        plan = plan_of(site.module)
+        if plan is not None and plan.graph is not None:
+            yield Problem("it is traced already", "find, replace, fuse and checkpoint use the graph that it has")
+        elif plan is not None and (plan.kernel is not None or plan.around is not None):
+            yield Problem(
+                f"this {type(site.module).__name__} runs on a kernel of its shards", "trace the module around it"
+            )
+        elif not self._inputs(site.state.model):
+            name = type(site.state.model).__name__
+            yield Problem(
+                f"no example inputs are known for a {name}", "trace(inputs={argument of the model: tensor, ...})"
+            )
+        else:
+            try:
+                self._traced(site)
+            except TraceError as error:
+                yield Problem(str(error))
+
+    def apply(self, site: Site) -> None:
+        # The graphs are in the library since the check.
+        change_plan(site.module, site.mesh, graph=self._traced(site))
+
+    def touches(self, site: Site) -> Iterator[str]:
+        return iter(())
+
+    def _inputs(self, model: nn.Module) -> list[Mapping[str, Any]]:
+        return default_inputs(model) if self.inputs is None else [self.inputs]
+
+    def _traced(self, site: Site) -> Traced:
+        model = site.state.model
+        return Traced(site.path, site.state.library, tuple(self._inputs(model)), self.leaves).traced(model)
+
+
+def graph_of(site: Site) -> Traced | None:
+    """The graphs of this module, None where it is not traced."""
+    plan = plan_of(site.module)
+    return plan.graph if plan is not None and isinstance(plan.graph, Traced) else None
+
+
+def current(site: Site) -> Traced:
+    """The graphs of a traced module as it is now: recorded again after something in it has changed.
+
+    Raises TraceError or RewriteError where that fails.
+    """
+    traced = graph_of(site)
+    assert traced is not None
+    if not traced.kinds:
+        traced = traced.traced(site.state.model)
+        change_plan(site.module, site.mesh, graph=traced)
+    return traced
+
+
+def changed(state: State, path: str) -> None:
+    """Something about this module changed: its graph and those around it no longer show what is there."""
+    names = path.split(".") if path else []
+    for i in range(len(names) + 1):
+        around = Site(state, ".".join(names[:i]))
+        traced = graph_of(around)
+        if traced is not None and traced.kinds:
+            change_plan(around.module, state.mesh, graph=traced.emptied())
+
+
+def no_longer_shown(state: State, path: str) -> None:
+    """A child whose work a graph around it does itself was changed: that graph is made again with its call."""
+    names = path.split(".") if path else []
+    for i in range(len(names)):
+        around, below = Site(state, ".".join(names[:i])), ".".join(names[i:])
+        traced = graph_of(around)
+        if traced is not None and any(below == inlined for kind in traced.kinds for inlined, _ in kind.relies_on):
+            change_plan(around.module, state.mesh, graph=traced.emptied())
+
+
+def unfinished(site: Site) -> Iterator[Problem]:
+    """Why the graphs of this module cannot be made again."""
+    try:
+        if graph_of(site) is not None:
+            current(site)
+    except (TraceError, RewriteError) as error:
+        yield Problem(
+            f"its graph cannot be made again after it was changed: {error}", "make that change before trace()"
+        )

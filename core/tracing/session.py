@@ -1,0 +1,349 @@
+"""One run of a model on fake tensors with symbolic sizes, in which the forward of one of its modules is recorded."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..collectives import pretended
+from ..errors import TraceError
+from ..execution import own_forward, plan_of
+from .isolation import Untouched
+from .kind import arranger_of
+from .outputs import Leaves, Outputs
+from .patches import patched
+from .recorder import Recorder, Recording
+from .snapshot import Read, Snapshot
+
+call_module = nn.Module.__call__
+# whether there is a graph for a call already: (module, its arguments by name) -> bool
+Known = Callable[[nn.Module, dict[str, Any]], bool]
+
+
+class _Recorded(BaseException):
+    """The module is recorded: the rest of the model need not run."""
+
+
+class _Shapes(ShapeEnv):
+    """Reports each condition on sizes that the recorded module's own Python evaluated.
+
+    Those that torch or a leaf evaluate do not matter: they are evaluated again whenever the graph runs.
+    """
+
+    session: Session | None = None
+
+    def evaluate_expr(self, orig_expr: Any, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        value = super().evaluate_expr(orig_expr, hint, *args, **kwargs)
+        session = self.session
+        if session is not None and session.recorder is not None and not session.is_busy:
+            session.recorder.size_condition(orig_expr, value)
+        return value
+
+
+class Spy(TorchDispatchMode):
+    """Sees below a torch call whether it draws random numbers."""
+
+    random = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.random |= torch.Tag.nondeterministic_seeded in function.tags
+        return function(*args, **(kwargs or {}))
+
+    @contextmanager
+    def separately(self) -> Iterator[Spy]:
+        """What happens inside, apart from what happened before; afterwards both count."""
+        before, self.random = self.random, False
+        try:
+            yield self
+        finally:
+            self.random |= before
+
+
+class _Calls(TorchFunctionMode):
+    """Hands each torch call of the recorded module's Python to its recorder."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self._session.recorder
+        if recorder is None or self._session.is_busy or self._session.is_other_thread:
+            return function(*args, **(kwargs or {}))
+        return recorder.call(function, args, kwargs or {})
+
+
+class Session:
+    """Records the forward of ``target``, a module of ``root``; ``leaves`` are functions that stay one node each."""
+
+    def __init__(self, root: nn.Module, path: str, leaves: Sequence[Callable[..., Any]] = ()) -> None:
+        self.root, self.path = root, path
+        self.target = root.get_submodule(path)
+        self.leaf_functions = tuple(leaves)
+        self.shapes = _Shapes()
+        self.shapes.session = self
+        self.fake = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
+        self.spy = Spy()
+        self._leaves = Leaves(self)
+        self._thread = threading.get_ident()
+        self._stack: list[Recorder | None] = []
+        self._depth = 0
+        self._paths: dict[int, str] = {}
+        for name, module in root.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), name)
+        # what contains the target runs as it is
+        names = path.split(".") if path else []
+        self._open = {id(root.get_submodule(".".join(names[:i]))) for i in range(len(names) + 1)}
+        self._recordings: list[Recording] = []
+        self._is_reached = False
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self._stack[-1] if self._stack else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Inside a torch call, or the machinery: what happens now is not the module's own Python."""
+        return self._depth > 0
+
+    @property
+    def is_other_thread(self) -> bool:
+        return threading.get_ident() != self._thread
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def outside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.busy():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside a leaf: nothing is recorded."""
+        self._stack.append(None)
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def describe(self, module: nn.Module) -> str:
+        path = self._paths.get(id(module))
+        return f"{type(module).__name__} {path!r}" if path else f"the model ({type(module).__name__})"
+
+    def hint(self, symbol: Any) -> int:
+        return int(self.shapes.guarding_hint_or_throw(symbol))
+
+    def symbolic(self, size: Any) -> Any:
+        size = self.shapes.replace(size)
+        return int(size) if size.is_number else self.shapes.create_symintnode(size, hint=self.hint(size))
+
+    # ------------------------------------------------------------------ the run
+
+    def record(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_known: Known | None = None
+    ) -> list[Recording]:
+        """Run the root until the target is called; record the target with its training flag on and off.
+
+        One recording serves for both where the forward does not read the flag, and none is made of a call that
+        ``is_known``. Raises TraceError; the model is as it was in any case.
+        """
+        with self._on_fakes(args, kwargs) as (fake_args, fake_kwargs):
+            instead = functools.partial(self._record_target, (True, False), is_known)
+            with own_forward(self.target, instead), suppress(_Recorded):
+                call_module(self.root, *fake_args, **fake_kwargs)
+        if not self._is_reached:
+            raise TraceError(
+                f"{self.describe(self.target)} is not traced: the model does not call it with these inputs"
+            )
+        return self._recordings
+
+    def record_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
+        """Record one call of the target, whose own ``forward`` this is. Raises TraceError."""
+        with self._on_fakes(args, kwargs) as (fake_args, fake_kwargs), suppress(_Recorded):
+            self._record_target((self.target.training,), None, self.target, forward, *fake_args, **fake_kwargs)
+        return self._recordings[0]
+
+    @contextmanager
+    def _on_fakes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+        """The world in which forwards are recorded, and the arguments as fake tensors."""
+        with ExitStack() as stack:
+            stack.enter_context(Untouched(self.root))
+            stack.enter_context(patched(self))
+            stack.enter_context(pretended())
+            stack.enter_context(_quiet_log())
+            fakes = self._as_fakes((args, dict(kwargs)))
+            # The Python dispatcher: composite kernels in C++ would fix symbolic sizes.
+            for mode in (self.fake, enable_python_dispatcher(), self.spy, _Calls(self)):
+                stack.enter_context(mode)
+            yield fakes
+
+    def _as_fakes(self, tree: Any) -> Any:
+        known: dict[int, Tensor] = {}
+
+        def fake(path: Any, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in known:
+                known[id(value)] = self._fake(value, "in" + "".join(c if c.isalnum() else "_" for c in str(path)))
+            return known[id(value)]
+
+        return pytree.tree_map_with_path(fake, tree)
+
+    def _fake(self, value: Tensor, name: str) -> Tensor:
+        """A fake tensor of symbolic sizes, laid out in memory as ``value`` is."""
+        sizes = [
+            self.shapes.create_symintnode(
+                self.shapes.create_symbol(size, ConstantSource(f"{name}_{dim}"), DimDynamic.DUCK), hint=size
+            )
+            for dim, size in enumerate(value.shape)
+        ]
+        order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
+        with self.fake:
+            made = torch.empty([sizes[dim] for dim in order], dtype=value.dtype, device=value.device)
+            if value.requires_grad:
+                made = made.requires_grad_()
+            made = made.permute([order.index(dim) for dim in range(len(order))]) if value.dim() > 1 else made
+            return made.clone() if value.requires_grad and not value.is_leaf else made
+
+    def _record_target(
+        self,
+        modes: Sequence[bool],
+        is_known: Known | None,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        arranger = arranger_of(module)
+        args, kwargs = arranger.without_caches(args, kwargs)
+        given = arranger(args, kwargs)
+        if given is None:
+            return forward(*args, **kwargs)
+        self._is_reached = True
+        for training in modes:
+            with training_set(module, training):
+                if is_known is not None and is_known(module, given):
+                    continue
+                recording = self._record(module, given, functools.partial(forward, *args, **kwargs))
+            self._recordings.append(recording)
+            if not any(read.name == "training" for read in recording.conditions.reads):
+                break
+        raise _Recorded
+
+    def _record(self, module: nn.Module, given: dict[str, Any], forward: Callable[[], Any]) -> Recording:
+        recorder = Recorder(self, module)
+        self._leaf_reads: dict[tuple[str, str], Read] = {}
+        with self.busy():
+            arguments = recorder.inputs(given)
+        self._stack.append(recorder)
+        try:
+            result = forward()
+        finally:
+            self._stack.pop()
+        with self.busy():
+            spec = recorder.output(result)
+        return Recording(recorder.graph, arguments, spec, recorder.conditions, tuple(self._leaf_reads.values()))
+
+    def attribute_read(self, module: nn.Module, name: str, value: Any) -> None:
+        """Some Python read a plain attribute of a module."""
+        if isinstance(value, nn.Module | Tensor) or not self._stack or self.is_other_thread:
+            return
+        recorder = self._stack[0]
+        path = recorder.paths.get(id(module)) if recorder is not None else None
+        if path is None:
+            return
+        if self.recorder is not None and not self.is_busy:
+            self.recorder.read(path, name, value)
+        elif (path, name) not in self._leaf_reads:
+            self._leaf_reads[path, name] = Read(path, name, Snapshot.of(value))
+
+    # ------------------------------------------------------------------ modules that are called
+
+    def module_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands for ``nn.Module.__call__`` during the run."""
+        if self.is_busy or self.is_other_thread:
+            return call_module(module, *args, **kwargs)
+        recorder = self.recorder
+        if recorder is None:
+            return self.run_leaf(module, args, kwargs)[0]
+        path = recorder.paths.get(id(module))
+        plan = plan_of(module)
+        if path and plan is not None and plan.decomposed:
+            return recorder.call_product(module, path, *args, **kwargs)
+        if path:
+            return recorder.call_module(module, path, args, kwargs)
+        if path is None and any(True for _ in module.parameters()):
+            raise recorder.refusal(f"it calls a {type(module).__name__} that is none of its submodules")
+        return call_module(module, *args, **kwargs)
+
+    def run_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Outputs | None]:
+        """A module whose inside is not recorded: its hooks run as they are, its forward is asked for its outputs."""
+        is_one_call = type(module).__module__.startswith("torch.nn.modules") and not module._modules
+        if id(module) in self._open or is_one_call:
+            return call_module(module, *args, **kwargs), None
+        found: list[Outputs | None] = [None]
+        own, forward = module.__dict__.get("forward"), module.forward
+
+        def outputs(*args: Any, **kwargs: Any) -> Any:
+            with self.busy():
+                result, found[0] = self._leaves.run(module, forward, args, kwargs)
+            return result
+
+        module.__dict__["forward"] = outputs
+        try:
+            return call_module(module, *args, **kwargs), found[0]
+        finally:
+            del module.__dict__["forward"]
+            if own is not None:
+                module.__dict__["forward"] = own
+
+    def leaf_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that stays one node."""
+        if self.recorder is None or self.is_busy:
+            return function(*args, **kwargs)
+        return self.recorder.call(function, args, kwargs)
+
+
+@contextmanager
+def training_set(module: nn.Module, training: bool) -> Iterator[None]:
+    before = [(below, below.training) for below in module.modules()]
+    for below, _ in before:
+        below.__dict__["training"] = training
+    try:
+        yield
+    finally:
+        for below, flag in before:
+            below.__dict__["training"] = flag
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Fake tensors log a traceback for every exception; the ones here are handled."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

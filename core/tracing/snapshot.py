@@ -1,0 +1,89 @@
+"""Python values that a traced forward read from its modules: kept, compared at every later call."""
+
+from __future__ import annotations
+
+import enum
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    enum.Enum,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+_CONTAINERS = (tuple, list, set, frozenset, dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A value as it was; ``holds`` asks whether another one is still the same.
+
+    Containers are compared item by item, other objects (a configuration) by type and attributes, so a copy of the
+    model fits as well. Modules and tensors are not snapshots' business: their calls and reads are in the graph.
+    """
+
+    kind: type
+    content: Any
+
+    @staticmethod
+    def of(value: Any) -> Snapshot:
+        if isinstance(value, PLAIN):
+            return Snapshot(type(value), value)
+        if isinstance(value, _CONTAINERS):
+            return Snapshot(type(value), type(value)(value) if type(value) in _CONTAINERS else value)
+        return Snapshot(type(value), dict(vars(value)) if hasattr(value, "__dict__") else value)
+
+    def holds(self, value: Any) -> bool:
+        if value is self.content:
+            return True
+        if type(value) is not self.kind:
+            return False
+        if not isinstance(value, (*PLAIN, *_CONTAINERS)) and hasattr(value, "__dict__"):
+            return _equal(vars(value), self.content)
+        return _equal(value, self.content)
+
+    def __str__(self) -> str:
+        return repr(self.content) if isinstance(self.content, PLAIN) else f"this {self.kind.__name__}"
+
+
+@dataclass(frozen=True)
+class Read:
+    """One attribute that a forward read: of the traced module (path "") or of a module below it."""
+
+    path: str
+    name: str
+    value: Snapshot
+
+    def holds(self, module: nn.Module) -> bool:
+        try:
+            owner = module.get_submodule(self.path)
+        except AttributeError:
+            return False
+        return self.name in vars(owner) and self.value.holds(vars(owner)[self.name])
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}".lstrip(".")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError):
+        # tensors inside, which do not compare to one truth value
+        return False
