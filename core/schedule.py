@@ -126,8 +126,9 @@ class Schedule:
 
             attn.find(lambda x: (module("q_proj")(x), module("k_proj")(x), module("v_proj")(x)))
 
-        The module is traced if it is not yet; of its graphs (with a mask, without, ...) the first with a match counts.
-        A step at that match is repeated on all graphs that have it. Raises ScheduleError for what is no pattern, and where tracing fails.
+        The module is traced if it is not yet. Of its graphs (with a padding mask, without, ...) the first that has a
+        match counts; a step at that match is repeated on all that have it. Raises ScheduleError for what is no pattern,
+        and where tracing fails.
         """
         if isinstance(what, str):
             return self.select(what) if self._matching(what) else []
@@ -136,7 +137,10 @@ class Schedule:
             return [self[path] for path in found]
         try:
             for graph in self.graphs():
-                found = find_nodes(self.path, graph, node) if node else find_matches(self.path, graph, self.module, what)
+                if node is not None:
+                    found = find_nodes(self.path, graph, node)
+                else:
+                    found = find_matches(self.path, graph, self.module, what)
                 if found:
                     return found
         except PatternError as error:

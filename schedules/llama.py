@@ -1,11 +1,12 @@
-"""Llama and its kin: tensor and sequence parallelism, grouped-query attention, fused QKV, recomputation."""
+"""Llama and its kin: tensor and sequence parallelism, grouped-query attention, fused kernels, recomputation."""
 
 from __future__ import annotations
 
 from partbook.core import Schedule, model_schedule
 
 from .fused import GATE_UP, QKV, fuse_gate_up, fuse_qkv, fused_column, mapping
-from .options import GatedOptions, check_heads, checkpoint_blocks
+from .graphs import core_of_llama, fuse_and_recompute, fuse_gated_activation, fuse_norms
+from .options import GatedOptions, check_heads
 from .parallel import column, enter, row, split_sequence, split_vocabulary
 
 
@@ -28,7 +29,8 @@ def llama(sch: Schedule, options: GatedOptions) -> None:
         if sp:
             norms = [block[name] for block in blocks for name in ("input_layernorm", "post_attention_layernorm")]
             split_sequence(blocks[0], norms, sch["model.norm"])
-    checkpoint_blocks(blocks, options.checkpoint_ratio)
+    fuse_and_recompute(blocks, options, "self_attn", core_of_llama, fuse_gated_activation)
+    fuse_norms(sch.select("**.*norm") if options.fuse_norm else [])
 
 
 def _split_attention(attn: Schedule, options: GatedOptions) -> None:

@@ -226,7 +226,7 @@ def _sizes(graph: fx.Graph) -> Iterator[fx.Node]:
         is_size = node.meta.get("kind") == "sym" or (node.op == "call_method" and node.target == "size")
         if not is_size and node.op == "call_function":
             sources = node.all_input_nodes
-            is_operator = False
+            is_operator = getattr(node.target, "__module__", "") == "_operator"
             computed = is_operator and bool(sources) and found.issuperset(sources)
             is_size = computed or (node.target is getattr and node.args[1] == "shape")
         if is_size:

@@ -119,10 +119,13 @@ class _Search:
             self._fail(bound, f"nothing beside it is the pattern's {self._words(sinks[0])}")
 
     def _urgency(self, goal: Goal) -> int:
-        """Structure before values, so that a near miss comes far; sizes last, when their tensors are known."""
+        """Which goal is next: first what may fail, but in a report structure before values, so that a near miss comes
+        far. Sizes are last, when their tensors are known."""
         wanted = goal[0]
+        if isinstance(wanted, fx.Node) and wanted.op == "placeholder":
+            return 2 if self.explain else 4
         if isinstance(wanted, fx.Node):
-            return 0 if wanted in self.pattern.sizes else 2 if wanted.op == "placeholder" else 3
+            return 0 if wanted in self.pattern.sizes else 3
         return 3 if isinstance(wanted, tuple | list | slice | dict) else 1
 
     def _step(self, wanted: Any, value: Any, place: str, bound: Bound) -> list[list[Goal]]:

@@ -139,7 +139,7 @@ class InGraph:
             elif self._loses_weights(leaf, path, nodes):
                 yield Problem(
                     f"the weights of {path!r} would be used by nothing",
-                    "a module with name= and mapping= takes them over, or a pattern that names them: F.linear(x, weight)",
+                    "a module with name= and mapping= takes them over, or a pattern names them: F.linear(x, weight)",
                 )
             sharded = [name for name in self._old_names(path) if name in self._site.state.layouts]
             if self._name is not None and sharded:

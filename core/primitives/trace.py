@@ -46,7 +46,7 @@ class Trace(Primitive):
         plan = plan_of(site.module)
         if plan is not None and plan.graph is not None:
             yield Problem("it is traced already", "find, replace, fuse and checkpoint use the graph that it has")
-        elif plan is not None and (plan.kernel is not None or plan.around is not None):
+        elif plan is not None and plan.kernel is not None:
             yield Problem(
                 f"this {type(site.module).__name__} runs on a kernel of its shards", "trace the module around it"
             )
@@ -69,7 +69,7 @@ class Trace(Primitive):
         return iter(())
 
     def _inputs(self, model: nn.Module) -> list[Mapping[str, Any]]:
-        return default_inputs(model) if self.inputs is None else [self.inputs]
+        return [*default_inputs(model)] if self.inputs is None else [self.inputs]
 
     def _traced(self, site: Site) -> Traced:
         model = site.state.model

@@ -1,4 +1,4 @@
-"""How a torch function that was called appears in a graph: the target that ``fx.symbolic_trace`` gives the same text."""
+"""How a called torch function appears in a graph: under the target that ``fx.symbolic_trace`` would give it."""
 
 from __future__ import annotations
 

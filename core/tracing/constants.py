@@ -15,7 +15,7 @@ class _Varies(Exception):
 
 
 def ask(node: fx.Node, hint: Callable[[Any], int], question: Callable[[Tensor], bool]) -> bool | None:
-    """``question`` of the value of ``node`` at the sizes that ``hint`` gives; None where it depends on more than sizes."""
+    """``question`` of the value of ``node`` at the sizes of ``hint``; None where it depends on more than sizes."""
     known: dict[fx.Node, Any] = {}
 
     def compute(node: fx.Node) -> Any:

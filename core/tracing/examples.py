@@ -1,4 +1,4 @@
-"""Example inputs of a model: what it is called with while one of its modules is traced. Only shapes and dtypes matter."""
+"""Example inputs of a model, with which its modules are traced: only their shapes and dtypes matter."""
 
 from __future__ import annotations
 

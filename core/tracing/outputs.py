@@ -43,7 +43,7 @@ class _NoFit(Exception):
 
 @dataclass(frozen=True)
 class Made:
-    """A new tensor: its sizes, the dims from the outermost in memory to the innermost, and which input it is a view of."""
+    """A new tensor: its sizes, its dims from outermost in memory to innermost, and the input that it is a view of."""
 
     sizes: tuple[Any, ...]
     order: tuple[int, ...]
@@ -261,7 +261,7 @@ def _item(values: tuple[Any, ...], inputs: dict[int, Tensor], places: dict[int, 
     if any(value.dim() != first.dim() for value in values):
         raise _NoFit("the number of dims of its output depends on sizes")
     sizes = tuple(fitter([value.shape[dim] for value in values]) for dim in range(first.dim()))
-    order = tuple(sorted(range(first.dim()), key=lambda dim: (-first.stride(dim), dim)))
+    order = tuple(sorted(range(first.dim()), key=lambda dim: (-first.stride()[dim], dim)))
     memory = storage(first)
     view_of = next((places[place] for place, tensor in inputs.items() if storage(tensor) == memory), None)
     return Made(sizes, order, first.dtype, first.device, first.requires_grad, view_of)
@@ -284,7 +284,7 @@ def _concrete(value: Any, sizes: dict[Any, Any], made: dict[int, Tensor], real: 
     if not isinstance(value, Tensor):
         return value
     if id(value) not in made:
-        order = sorted(range(value.dim()), key=lambda dim: (-at(value.stride(dim)), dim))
+        order = sorted(range(value.dim()), key=lambda dim: (-at(value.stride()[dim]), dim))
         tensor = torch.empty([at(value.shape[dim]) for dim in order], dtype=value.dtype, device=value.device)
         if real:
             tensor = tensor.normal_() if tensor.is_floating_point() else tensor.zero_()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from ..loss import VocabularyParallelLoss
 from .constants import ask
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _COLLECTIVES = (
     "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
     "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "barrier",
 )  # fmt: skip
+# as they are when nothing is patched
+_LOSS = VocabularyParallelLoss.__call__
 _APPLY = torch.autograd.Function.__dict__["apply"].__func__
 # what is no attribute of the user's
 _INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_partbook_plan", "_partbook_steps"}
@@ -36,6 +39,7 @@ def patched(session: Session) -> Iterator[None]:
     try:
         _modules(session, patches)
         _autograd(session, patches)
+        _losses(session, patches)
         _modes(session, patches)
         _collectives(patches)
         for function in session.leaf_functions:
@@ -103,6 +107,27 @@ def _autograd(session: Session, patches: _Patches) -> None:
     patches.set(torch, "is_grad_enabled", is_grad_enabled)
     patches.set(torch.utils.checkpoint, "checkpoint", recompute)
     patches.set(torch.inference_mode, "__enter__", inference)
+
+
+def _losses(session: Session, patches: _Patches) -> None:
+    """A sharded loss is one call: its process group has no place in a graph."""
+
+    def call(loss: VocabularyParallelLoss, *args: Any, **kwargs: Any) -> Any:
+        return session.leaf_function(LossCall(loss), args, kwargs)
+
+    patches.set(VocabularyParallelLoss, "__call__", call)
+
+
+class LossCall:
+    """A sharded loss as the target of a node."""
+
+    def __init__(self, loss: VocabularyParallelLoss) -> None:
+        self.loss = loss
+        self.__name__ = self.__qualname__ = "vocabulary_parallel_loss"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _LOSS(self.loss, *args, **kwargs)
 
 
 class CustomFunction:
@@ -196,7 +221,7 @@ def _transformers(session: Session, patches: _Patches) -> None:
         if recorder is None or not isinstance(position_ids, FakeTensor):
             return None if recorder is None else original(position_ids)
         with session.busy():
-            consecutive = ask(recorder.argument(position_ids), session.hint, _are_consecutive)
+            consecutive = ask(recorder.values.tensor(position_ids), session.hint, _are_consecutive)
         return None if consecutive else original(position_ids)
 
     patches.set(masks, "find_packed_sequence_indices", find_packed_sequence_indices)

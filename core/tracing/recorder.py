@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from ..errors import TraceError
 from .canon import canonical, property_name, setitem
 from .kind import CONSTANTS, Argument, Conditions, Leaf
-from .product import Product
 from .outputs import VALUE_DEPENDENT, storage
+from .product import Product
 from .snapshot import Read, Snapshot
-from .symbols import SIZES, Sizes, UnknownSize
+from .symbols import SIZES, Sizes
+from .values import Values, tensors_in
 
 if TYPE_CHECKING:
     from .session import Session
@@ -49,7 +49,7 @@ _GRADIENTS = {"requires_grad", "grad_fn", "is_leaf"}
 
 @dataclass
 class Recording:
-    """One recorded forward: its graph, the look of its arguments and result, and the conditions under which it holds."""
+    """One recorded forward: its graph, the look of arguments and result, and the conditions under which it holds."""
 
     graph: fx.Graph
     arguments: list[Argument]
@@ -68,13 +68,10 @@ class Recorder:
         self.conditions = Conditions()
         self.sizes = Sizes(self.graph, session.shapes.replace)
         self.graph.placeholder("self")
+        self.values = Values(self.graph, module, self.sizes, self.refusal)
         self.paths: dict[int, str] = {}
         for path, child in module.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(child), path)
-        self._values: dict[int, tuple[Any, fx.Node]] = {}
-        self._attributes = _tensors_of(module)
-        self._attribute_nodes: dict[str, fx.Node] = {}
-        self._devices: dict[torch.device, fx.Node] = {}
         self._reads: dict[tuple[str, str], Read] = {}
         self._random_state = python_random.getstate()
 
@@ -82,7 +79,8 @@ class Recorder:
 
     def inputs(self, given: dict[str, Any]) -> list[Argument]:
         """Placeholders for the tensors and sizes of the arguments."""
-        arguments, first = [], {}
+        arguments: list[Argument] = []
+        first: dict[int, str] = {}
         for name, value in given.items():
             leaves, spec = pytree.tree_flatten(value)
             found = []
@@ -101,7 +99,7 @@ class Recorder:
             if id(leaf) in first:
                 node.meta["same_as"] = first[id(leaf)]
             first.setdefault(id(leaf), node.name)
-            self._track(leaf, node)
+            self.values.track(leaf, node)
             return Leaf(node.name)
         if isinstance(leaf, torch.SymInt):
             node = self.graph.placeholder(where)
@@ -111,7 +109,7 @@ class Recorder:
         if isinstance(leaf, CONSTANTS):
             return Leaf(constant=leaf)
         raise self.refusal(
-            f"the argument {name!r} is a {type(leaf).__name__}; tensors, plain constants and containers of them are known",
+            f"the argument {name!r} is a {type(leaf).__name__}; known are tensors, constants and containers of them",
             "for a key-value cache: use_cache=False",
         )
 
@@ -125,97 +123,16 @@ class Recorder:
                     "for a key-value cache: use_cache=False",
                 )
         self.check_side_effects()
-        self.graph.output([self.argument(leaf) for leaf in leaves])
+        self.graph.output([self.values.node_for(leaf) for leaf in leaves])
         for node in reversed(list(self.graph.nodes)):
             kept = node.users or node.op in ("placeholder", "output", "call_module")
             if not (kept or node.meta.get("mutates") or node.meta.get("effect")):
                 self.graph.erase_node(node)
         if any(_has_dtype((node.args, node.kwargs)) for node in self.graph.nodes):
             self.conditions.dtypes = True
+        self.conditions.devices |= self.values.has_fixed_device
         self.conditions.reads = list(self._reads.values())
         return spec
-
-    # ------------------------------------------------------------------ Python values -> nodes
-
-    def _track(self, tensor: Tensor, node: fx.Node) -> None:
-        # The tensor is kept, so that no other one gets its id.
-        self._values[id(tensor)] = (tensor, node)
-        node.meta.update(val=tensor, requires_grad=tensor.requires_grad, storage=storage(tensor))
-
-    def argument(self, value: Any) -> Any:
-        """What stands for ``value`` in the arguments of a node."""
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, SIZES):
-            return self._size(value)
-        if isinstance(value, torch.device):
-            return self._device(value)
-        if isinstance(value, tuple):
-            items = [self.argument(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, list):
-            return [self.argument(item) for item in value]
-        if isinstance(value, slice):
-            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
-        if type(value) is dict:
-            return {key: self.argument(item) for key, item in value.items()}
-        if isinstance(value, (*CONSTANTS, range, type(...), torch.finfo, torch.Generator)):
-            return value
-        if callable(value) and not isinstance(value, nn.Module):
-            return value
-        if _tensors_in(value):
-            # a registered container, such as a transformers output: made anew in the graph
-            leaves, spec = pytree.tree_flatten(value)
-            return self.graph.call_function(Unflatten(spec), ([self.argument(leaf) for leaf in leaves],))
-        raise self.refusal(
-            f"a {type(value).__name__} is passed on, which a graph cannot hold",
-            "for a key-value cache: use_cache=False",
-        )
-
-    def _tensor(self, tensor: Tensor) -> fx.Node:
-        if id(tensor) in self._values:
-            return self._values[id(tensor)][1]
-        if id(tensor) in self._attributes:
-            return self._attribute(self._attributes[id(tensor)][1], tensor)
-        raise self.refusal(
-            f"a {type(tensor).__name__} of shape {list(tensor.shape)} is neither made here nor an input, parameter, buffer or "
-            "attribute of this module (a closure, a global, or torch.func)",
-            "pass it as an argument or register it as a buffer",
-        )
-
-    def _attribute(self, name: str, tensor: Tensor) -> fx.Node:
-        if name not in self._attribute_nodes:
-            with self.graph.inserting_before(self._first_operation()):
-                node = self.graph.get_attr(name)
-            node.meta.update(val=tensor, requires_grad=tensor.requires_grad, storage=storage(tensor))
-            self._attribute_nodes[name] = node
-        return self._attribute_nodes[name]
-
-    def _first_operation(self) -> fx.Node:
-        return next((node for node in self.graph.nodes if node.op != "placeholder"), self.graph._root)
-
-    def _size(self, size: Any) -> Any:
-        try:
-            return self.sizes.build(size.node.expr)
-        except UnknownSize as error:
-            raise self.refusal(
-                f"the size {error} is no size of its inputs", "pass it, or a tensor that has it, as an argument"
-            ) from None
-
-    def _device(self, device: torch.device) -> Any:
-        """``device=x.device`` stays that: a model moves between devices."""
-        if device not in self._devices:
-            for node in self.graph.nodes:
-                value = node.meta.get("val")
-                if node.op == "placeholder" and isinstance(value, Tensor) and value.device == device:
-                    with self.graph.inserting_before(self._first_operation()):
-                        self._devices[device] = self.graph.call_function(getattr, (node, "device"))
-                    self._devices[device].meta["kind"] = "device"
-                    break
-            else:
-                self.conditions.devices = True
-                return device
-        return self._devices[device]
 
     # ------------------------------------------------------------------ calls
 
@@ -230,7 +147,7 @@ class Recorder:
         if name in _READ_VALUES:
             raise self._value_dependent(name)
         self._note_metadata(name, args)
-        tensors = _tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         self._refuse_parameter_writes(name, tensors)
         versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         with self.session.spy.separately() as spy:
@@ -241,16 +158,18 @@ class Recorder:
             is_random = spy.random
         if isinstance(result, SIZES) and free_unbacked_symbols(result):
             raise self._value_dependent(name)
-        if not _tensors_in(result) and name != "__setitem__" and name not in _EFFECTS:
+        if not tensors_in(result) and name != "__setitem__" and name not in _EFFECTS:
             return result
         with self.session.busy():
             op, target, node_args, node_kwargs = canonical(function, args, kwargs)
-            node = self.graph.create_node(op, target, self.argument(node_args), self.argument(node_kwargs))
+            node = self.graph.create_node(
+                op, target, self.values.node_for(node_args), self.values.node_for(node_kwargs)
+            )
             self._after(node, [tensor for tensor, version in versions if tensor._version != version], is_random)
             if name in _EFFECTS:
                 node.meta["effect"] = True
             if target is setitem:
-                self._track(args[0], node)
+                self.values.track(args[0], node)
             else:
                 self._bind(result, node)
         return result
@@ -264,7 +183,7 @@ class Recorder:
         self._note_metadata(name, args)
         if isinstance(value, Tensor):
             with self.session.busy():
-                node = self.graph.call_function(getattr, (self.argument(args[0]), name))
+                node = self.graph.call_function(getattr, (self.values.node_for(args[0]), name))
                 self._after(node, [], False)
                 self._bind(value, node)
         return value
@@ -273,22 +192,22 @@ class Recorder:
         self.conditions.gradients |= name in _GRADIENTS
         self.conditions.dtypes |= name in _DTYPES
         self.conditions.devices |= name in ("is_cuda", "is_cpu", "get_device")
-        known = self._attributes.get(id(args[0])) if args else None
-        if known is not None and name in ("dtype", "requires_grad") and (known[1], name) not in self._reads:
-            self.conditions.tensors.append((known[1], name, getattr(known[0], name)))
+        known = self.values.attribute_name(args[0]) if args else None
+        if known is not None and name in ("dtype", "requires_grad"):
+            self.conditions.tensors.append((known, name, getattr(args[0], name)))
 
     def _refuse_parameter_writes(self, name: str, tensors: list[Tensor]) -> None:
         # Before it runs: a write to a real parameter would really happen.
-        writes = name.endswith("_") and not name.endswith("__") or name == "__setitem__" or name.startswith("__i")
-        if writes and tensors and id(tensors[0]) in self._attributes and isinstance(tensors[0], nn.Parameter):
-            raise self.refusal(f"it writes to its parameter {self._attributes[id(tensors[0])][1]!r}")
+        writes = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+        if writes and tensors and isinstance(tensors[0], nn.Parameter):
+            raise self.refusal(f"it writes to its parameter {self.values.attribute_name(tensors[0])!r}")
 
     def call_module(self, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a child and record its call."""
-        tensors = _tensors_in((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         versions = [(tensor, tensor._version) for tensor in tensors]
         with self.session.busy():
-            node = self.graph.call_module(path, self.argument(args), self.argument(kwargs))
+            node = self.graph.call_module(path, self.values.node_for(args), self.values.node_for(kwargs))
         self.check_random_state()
         with self.session.spy.separately() as spy, self.session.suspended():
             result, outputs = self.session.run_leaf(module, args, kwargs)
@@ -302,10 +221,11 @@ class Recorder:
         with self.session.busy():
             self._after(node, [tensor for tensor in tensors if id(tensor) in written], is_random)
             self._bind(result, node)
-            for tensor in _tensors_in(result):
+            for tensor in tensors_in(result):
                 # sizes that only the outputs of children have
-                if id(tensor) in self._values:
-                    self.sizes.add_tensor(self._values[id(tensor)][1], tensor.shape)
+                known = self.values.known(tensor)
+                if known is not None:
+                    self.sizes.add_tensor(known, tensor.shape)
         return result
 
     def call_product(self, linear: Any, path: str, x: Tensor) -> Tensor:
@@ -313,7 +233,7 @@ class Recorder:
         product = Product(path)
         with self.session.busy():
             result = product(self.module, x)
-            node = self.graph.call_function(product, (next(iter(self.graph.nodes)), self._tensor(x)))
+            node = self.graph.call_function(product, (next(iter(self.graph.nodes)), self.values.tensor(x)))
             self._after(node, [], False)
             self._bind(result, node)
         return result + linear.bias
@@ -327,7 +247,7 @@ class Recorder:
     def _bind(self, result: Any, node: fx.Node) -> None:
         """Nodes for a result; those of the items of a container are dropped later where nothing reads them."""
         if isinstance(result, Tensor):
-            self._track(result, node)
+            self.values.track(result, node)
         elif isinstance(result, SIZES):
             self.sizes.add_number(node, result)
         elif isinstance(result, tuple | list):
@@ -338,7 +258,7 @@ class Recorder:
                 self._bind_item(item, node, key)
 
     def _bind_item(self, item: Any, node: fx.Node, key: Any) -> None:
-        if not (_tensors_in(item) or isinstance(item, SIZES)):
+        if not (tensors_in(item) or isinstance(item, SIZES)):
             return
         part = self.graph.create_node("call_function", operator.getitem, (node, key))
         self._after(part, [], False)
@@ -382,26 +302,8 @@ class Recorder:
     def _value_dependent(self, name: str) -> TraceError:
         return self.refusal(
             f"{name}() hands values of a tensor to Python, which may branch on them",
-            "trace its parent, of which this module is a leaf, or keep the function that does so whole: trace(leaves=...)",
+            "trace its parent, of which this module is a leaf, or keep the function that does so: trace(leaves=...)",
         )
-
-
-class Unflatten:
-    """Makes a registered container out of its items."""
-
-    def __init__(self, spec: pytree.TreeSpec) -> None:
-        self.spec = spec
-        self.__name__ = self.__qualname__ = f"make_{getattr(spec.type, '__name__', 'container')}"
-        self.__module__ = __name__
-
-    def __call__(self, items: list[Any]) -> Any:
-        return pytree.tree_unflatten(items, self.spec)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unflatten) and self.spec == other.spec
-
-    def __hash__(self) -> int:
-        return hash(self.__name__)
 
 
 def user_frame() -> str:
@@ -415,20 +317,6 @@ def user_frame() -> str:
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}: {line}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"
-
-
-def _tensors_of(module: nn.Module) -> dict[int, tuple[Tensor, str]]:
-    """Every tensor that the module or one below it holds: parameters, buffers, plain attributes."""
-    found: dict[int, tuple[Tensor, str]] = {}
-    for path, below in module.named_modules():
-        for name, value in {**below._parameters, **below._buffers, **vars(below)}.items():
-            if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-                found.setdefault(id(value), (value, f"{path}.{name}".lstrip(".")))
-    return found
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _has_dtype(tree: Any) -> bool:

@@ -156,7 +156,7 @@ def _value(item: Any, module: nn.Module, shapes: Any, on_meta: bool) -> Any:
 
 
 def split_parts(x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """(..., whole) -> one (..., part) for each width, in their proportions: a rank's share of x has its share of each."""
+    """(..., whole) -> one (..., part) for each width, in their proportions: a rank's x has its share of each."""
     whole = sum(widths)
     return x.split([width * x.shape[-1] // whole for width in widths], dim=-1)
 

@@ -218,7 +218,7 @@ class Session:
             )
             for dim, size in enumerate(value.shape)
         ]
-        order = sorted(range(value.dim()), key=lambda dim: (-value.stride(dim), dim))
+        order = sorted(range(value.dim()), key=lambda dim: (-value.stride()[dim], dim))
         with self.fake:
             made = torch.empty([sizes[dim] for dim in order], dtype=value.dtype, device=value.device)
             if value.requires_grad:

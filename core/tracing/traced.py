@@ -151,8 +151,8 @@ class Traced:
         if arranger.wants_cache(args, kwargs) and not (module.training and torch.is_grad_enabled()):
             if self.stand_ins:
                 raise GuardError(
-                    f"{self.path or 'the model'}: parts of it were replaced in its graph, which cannot write a key-value "
-                    "cache\n  hint: use_cache=False"
+                    f"{self.path or 'the model'}: parts of it were replaced in its graph, which cannot write a "
+                    "key-value cache\n  hint: use_cache=False"
                 )
             # Nothing was taken out of it: its own forward does the same, and writes the cache.
             return forward(*args, **kwargs)

@@ -21,7 +21,7 @@ from partbook.core.errors import GuardError, TraceError
 
 REFUSALS = (ScheduleError, TraceError, GuardError)
 checkpoint = torch.utils.checkpoint.checkpoint
-SHARED = {"table": torch.arange(8.0), "made": None}
+SHARED = {"table": torch.arange(8.0), "made": None, "number": 2.0}
 
 
 @dataclass(frozen=True)
@@ -284,6 +284,10 @@ def normalised(self, x):
     return self.norm(x)
 
 
+def from_outside(self, x):
+    return self.fc(x) * SHARED["number"] * self.factor
+
+
 def plain_tensor(self, x):
     return self.fc(x) + self.plain
 
@@ -344,6 +348,8 @@ EQUAL_OR_REFUSED_AFTER = {
     "child that is gone": (scaled, lambda m: delattr(m, "fc")),
     "tensor attribute": (plain_tensor, lambda m: setattr(m, "plain", torch.ones(8))),
     "written tensor attribute": (plain_tensor, lambda m: m.plain.fill_(3)),
+    "global number": (from_outside, lambda m: SHARED.update(number=3.0)),
+    "attribute of the class": (from_outside, lambda m: setattr(Toy, "factor", 3.0)),
     "global": (global_tensor, lambda m: SHARED.update(table=torch.ones(8))),
     "written global": (global_tensor, lambda m: SHARED["table"].fill_(3)),
 }
@@ -358,7 +364,9 @@ CHILDREN = {scaled: "inner.fc", stacked: "inner.layers.0", normalised: "inner.no
 @pytest.mark.parametrize("name", [*EQUAL_AFTER, *EQUAL_OR_REFUSED_AFTER])
 def test_change_of_the_module_after_the_trace_is_seen(name, level, monkeypatch):
     """The graph must not go on with what it found when it was made."""
-    monkeypatch.setitem(SHARED, "table", torch.arange(8.0))
+    for key, value in (("table", torch.arange(8.0)), ("number", 2.0)):
+        monkeypatch.setitem(SHARED, key, value)
+    monkeypatch.setattr(Toy, "factor", 2.0, raising=False)
     forward, change = (EQUAL_AFTER | EQUAL_OR_REFUSED_AFTER)[name]
     path = "inner" if level == "whole" else CHILDREN.get(forward, "inner")
     traced, eager, refused = traced_pair(forward, Run(), path)

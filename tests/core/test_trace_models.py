@@ -18,7 +18,10 @@ MODELS = [
     ("gpt2", "eager"),
     ("llama", "eager"),
 ]
-LEVELS = [(name, attention, level) for name, attention in MODELS for level in zoo.FAMILIES[name].levels]
+LEVELS = [
+    *((name, family.attention, level) for name, family in zoo.FAMILIES.items() for level in family.levels),
+    *((name, "eager", "attention") for name in ("bert", "gpt2", "llama")),
+]
 TRACED = zoo.SHAPES[0]
 # (training, (batch, length), whether gradients are recorded)
 RUNS = [
@@ -87,7 +90,7 @@ def test_traced_module_computes_the_same(name, attention, level):
 
 @pytest.mark.parametrize(
     ("name", "attention", "inner_first"),
-    [*((*model, False) for model in MODELS), ("bert", "eager", True), ("t5", "sdpa", True), ("llama", "sdpa", True)],
+    [*((*model, False) for model in MODELS), ("t5", "sdpa", True), ("llama", "eager", True)],
 )
 def test_traced_modules_inside_traced_modules_compute_the_same(name, attention, inner_first):
     family = zoo.FAMILIES[name]
@@ -104,7 +107,7 @@ def test_traced_modules_inside_traced_modules_compute_the_same(name, attention, 
     assert calls == wanted
 
 
-@pytest.mark.parametrize("name", zoo.FAMILIES)
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "t5", "llama", "resnet"])
 def test_hooks_that_were_there_before_the_trace_fire_in_the_same_order(name):
     family = zoo.FAMILIES[name]
     model, eager = zoo.make(name), zoo.make(name)
@@ -147,7 +150,7 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("call", OTHER_CALLS)
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
 def test_other_kinds_of_call_get_graphs_of_their_own(name, call):
     """Traced with ids, mask and labels; nothing of that may be frozen into what another call computes."""
     family = zoo.FAMILIES[name]
@@ -161,13 +164,12 @@ def test_other_kinds_of_call_get_graphs_of_their_own(name, call):
     zoo.assert_same(zoo.step(model, **family.inputs(3, 9)), zoo.step(eager, **family.inputs(3, 9)))
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
+@pytest.mark.parametrize("name", ["bert", "t5", "llama"])
 def test_inputs_come_from_the_config_where_none_are_given(name):
     family = zoo.FAMILIES[name]
     model = zoo.make(name)
     sch = create_schedule(model)
-    for level in ("root", "attention"):
-        sch[family.levels[level]].trace()
+    sch[family.levels["attention"]].trace()
     assert_computes_the_same(model, name, family.attention)
 
 
@@ -216,11 +218,8 @@ class WithCache(nn.Module):
         return outputs, [] if self.training and torch.is_grad_enabled() else tensors
 
 
-CACHING = ["gpt2", "gpt_neo", "opt", "t5", "llama", "qwen3", "mistral", "mixtral"]
-
-
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", CACHING)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "mistral", "mixtral"])
 def test_traced_attention_takes_the_cache_that_is_the_default(name, training):
     family = zoo.FAMILIES[name]
     model, eager = (WithCache(zoo.make(name)).train(training) for _ in range(2))
@@ -233,37 +232,28 @@ def test_traced_attention_takes_the_cache_that_is_the_default(name, training):
 
 
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("length", [1, 6])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_cache_that_holds_a_prefix_is_never_dropped(name, training):
+def test_cache_that_holds_a_prefix_is_never_dropped(name, length, training):
     """Prefix tuning trains with one: without it the numbers are others, and nobody would see."""
     family = zoo.FAMILIES[name]
-    model, eager = zoo.make(name).train(training), zoo.make(name).train(training)
-    create_schedule(model)[family.levels["attention"]].trace(inputs=family.inputs(2, 7))
-    prefix = zoo.tokens(2, 4, padded=False, labels=False)["input_ids"]
+    model, eager = (WithCache(zoo.make(name)).train(training) for _ in range(2))
+    create_schedule(model.model)[family.levels["attention"]].trace(inputs=family.inputs(2, 7))
     steps = []
     for one in (eager, model):
-        torch.manual_seed(0)
-        cache = one.eval()(input_ids=prefix, use_cache=True)["cache"]
-        inputs = zoo.tokens(2, 6, padded=False, past_key_values=cache)
+        prefix = zoo.tokens(2, 4, padded=False, labels=False)
+        with torch.no_grad():
+            cache = one.model.eval()(**prefix, use_cache=True)["cache"]
+        inputs = zoo.tokens(2, length, padded=False, labels=False, past_key_values=cache)
         try:
-            steps.append(zoo.step(WithLogits(one.train(training)), **inputs))
+            steps.append(zoo.step(one.train(training), **inputs))
         except GuardError:
             return
     zoo.assert_same(steps[1], steps[0])
 
 
-class WithLogits(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs):
-        outputs = self.model(**inputs)
-        return outputs["loss"], outputs["logits"]
-
-
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", CACHING)
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "mistral"])
 def test_traced_attention_generates_the_same_tokens(name, sampled):
     family = zoo.FAMILIES[name]
     model, eager = zoo.make(name).eval(), zoo.make(name).eval()

@@ -257,6 +257,16 @@ class Modes:
     def dtype(self, x):
         return x.half() * 2 if x.dtype == torch.float32 else x.to(torch.float32) + torch.finfo(x.dtype).eps
 
+    def conversions(self, x):
+        y = x.float() * 2 + x.type_as(self.total)
+        return x, y, x.to(x.dtype)
+
+    def contiguous(self, x):
+        y = x.contiguous()
+        with torch.no_grad():
+            y.mul_(2)
+        return x * 3, y
+
     def strides(self, x):
         return self.fc(x) if x.is_contiguous() else self.other(x)
 
@@ -366,6 +376,7 @@ CALLS = {
     "argument": lambda inner, x, k: (y := x * 1, inner(y)),
     "argument_twice": lambda inner, x, k: inner(y := x * 1, x * 1 if k else y),
     "asks_leaf": lambda inner, x, k: inner(x * 1 if k else x),
+    "contiguous": lambda inner, x, k: inner((x.mT.contiguous().mT if k else x) * 1),
     "strides": lambda inner, x, k: inner(x.mT.contiguous().mT if k else x),
     "stride_numbers": lambda inner, x, k: inner(x.mT.contiguous().mT if k else x),
     "is_a_parameter": lambda inner, x, k: inner(nn.Parameter(x.detach()) if k else x),
