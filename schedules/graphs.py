@@ -47,11 +47,11 @@ def efficient_core(
 ) -> tuple[Tensor, None]:
     """The same by ``scaled_dot_product_attention``, which has no attention weights to show.
 
-    A row of which every key is masked (padding on the left) attends to all, as in transformers' own use of it: with the
-    lowest number in every place of a row the backward of the kernels takes each key's weight for 1.
+    A row of which every key is masked (padding on the left) gives zeros, as in transformers' own use of it. A mask of
+    the lowest number would not do: the backward of the kernels takes the weight of every key in such a row for 1.
     """
-    is_empty = (mask <= torch.finfo(mask.dtype).min / 2).all(dim=-1, keepdim=True)
-    mask, p = mask.masked_fill(is_empty, 0), p if training else 0.0
+    mask = mask.masked_fill(mask <= torch.finfo(mask.dtype).min / 2, float("-inf"))
+    p = p if training else 0.0
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, scale=scale), None
 
 

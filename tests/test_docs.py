@@ -1,7 +1,9 @@
-"""Every Python block of the README and the guide runs, top to bottom."""
+"""Every Python block of the README and the docs runs, top to bottom, and prints what the text block after it says."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -10,14 +12,31 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page, monkeypatch, tmp_path):
+def test_python_blocks_run(page, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     text = page.read_text()
     namespace = {"__name__": f"page_{page.stem}"}
-    for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    printed = ""
+    for match in re.finditer(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        language, block = match.groups()
+        if language == "text":
+            assert block == printed
+            continue
         # Blank lines, so that a traceback shows the line of the page.
-        code = "\n" * text[: match.start(1)].count("\n") + match.group(1)
-        exec(compile(code, str(page), "exec"), namespace)
+        code = compile("\n" * text[: match.start(2)].count("\n") + block, str(page), "exec")
+        file = re.match(r"# (\w+)\.py\n", block)
+        if file:
+            # Part of a file: the page goes on with its names, other processes import it.
+            with open(f"{file[1]}.py", "a") as saved:
+                saved.write(block)
+            if file[1] not in sys.modules:
+                monkeypatch.setitem(sys.modules, file[1], ModuleType(file[1]))
+            exec(code, vars(sys.modules[file[1]]))
+            namespace |= vars(sys.modules[file[1]]) | {"__name__": namespace["__name__"]}
+        else:
+            exec(code, namespace)
+        printed = capsys.readouterr().out
 
 
 def test_own_primitive_takes_at_most_40_lines():
