@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import statistics
@@ -63,15 +64,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class Ready:
-    """The first step of one rank and its memory in bytes.
+    """The first step of one rank, its seconds and its memory in bytes.
 
-    ``tensors`` is the peak of all tensors alive in a step; ``resident`` the peak of the process, imports included.
+    ``built`` are the seconds until the trials of the rank were made, ``first`` those of the first step, compilations
+    included. ``tensors`` is the peak of all tensors alive in a step; ``resident`` that of the process, imports
+    included.
     """
 
     loss: float
     gradient: torch.Tensor | None
     tensors: int
     resident: int
+    built: float
+    first: Sample
 
 
 class RankFailed(RuntimeError):
@@ -111,10 +116,10 @@ def _peak_tensor_bytes(trial: Trial) -> int:
     return sum(storages.values()) + peak
 
 
-def _first_step(trial: Trial) -> tuple[float, torch.Tensor | None]:
-    loss = _step(trial).loss
+def _first_step(trial: Trial) -> tuple[Sample, torch.Tensor | None]:
+    sample = _step(trial)
     gradient = trial.gradient()
-    return loss, None if gradient is None else _full(gradient).detach().float().clone()
+    return sample, None if gradient is None else _full(gradient).detach().float().clone()
 
 
 def _serve(
@@ -130,11 +135,16 @@ def _serve(
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         if size > 1:
             dist.init_process_group("gloo", init_method=f"file://{log[: -len('.0')]}.store", rank=rank, world_size=size)
+        start = time.perf_counter()
         trials = build(job)
+        built = time.perf_counter() - start
         first = {name: _first_step(trial) for name, trial in trials.items()}
         tensors = {name: _peak_tensor_bytes(trial) for name, trial in trials.items()}
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        link.send({name: Ready(*first[name], tensors[name], resident) for name in trials})
+        ready = {}
+        for name, (sample, gradient) in first.items():
+            ready[name] = Ready(sample.loss, gradient, tensors[name], resident, built, sample)
+        link.send(ready)
         while (name := link.recv()) is not None:
             link.send(_step(trials[name]))
     except BaseException:
@@ -294,3 +304,12 @@ def measure(
             for ranks in running:
                 ranks.close()
     return records
+
+
+def overhead(before: Record, after: Record) -> tuple[float, float, float]:
+    """Relative CPU time that ``after`` adds in one process: median of the pairs of steps, and its 95 % interval."""
+    pairs = zip(before.samples, after.samples, strict=True)
+    ratios = [new[0].cpu / old[0].cpu - 1 for old, new in pairs]
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return statistics.median(ratios), medians[50], medians[1949]

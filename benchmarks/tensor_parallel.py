@@ -9,8 +9,6 @@ import argparse
 import dataclasses
 import json
 import os
-import random
-import statistics
 import sys
 import tempfile
 import time
@@ -18,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from harness import RankFailed, Record, measure, rank_environment
+from harness import RankFailed, Record, measure, overhead, rank_environment
 from rich.console import Console
 from rich.table import Table
 from systems import DTYPES, EMPTY, SYSTEMS, Job, save_model
@@ -41,15 +39,6 @@ TITLES = {
     "partbook-deepspeed": "Partbook on DeepSpeed",
     "partbook-compiled": "Partbook on PyTorch, torch.compile",
 }
-
-
-def overhead(record: Mapping[tuple[str, str], Record]) -> tuple[float, float, float]:
-    """Relative CPU time of the empty schedule over the untouched model: median of the pairs, and its 95 % interval."""
-    pairs = zip(record[EMPTY.name, "untouched"].samples, record[EMPTY.name, "empty"].samples, strict=True)
-    ratios = [empty[0].cpu / untouched[0].cpu - 1 for untouched, empty in pairs]
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), medians[50], medians[1949]
 
 
 def table(dtype: str, records: Mapping[str, Record]) -> Table:
@@ -156,7 +145,7 @@ def main() -> None:
                 # pair are close enough in time to meet the same load.
                 short = dataclasses.replace(job, batch=1, sequence=max(options.sequence // 4, 1))
                 pair = measure([EMPTY], short, options.pairs, deadline)
-                median, low, high = overhead(pair)
+                median, low, high = overhead(pair[EMPTY.name, "untouched"], pair[EMPTY.name, "empty"])
                 raw[dtype]["empty"] = as_json(pair, pair[EMPTY.name, "untouched"]) | {"overhead": [median, low, high]}
                 verdict = (
                     "within" if high <= MAX_OVERHEAD else "ABOVE" if low > MAX_OVERHEAD else "too noisy to tell from"

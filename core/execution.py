@@ -131,7 +131,8 @@ def _on_stream(plan: Plan, training: bool, call: Forward, /, *args: Any, **kwarg
 
 
 def _stream(plan: Plan, training: bool) -> AbstractContextManager[None]:
-    if not training or plan.mesh.tp == 1 or plan.random == "default":
+    # Drawing a seed looks at a value, which a run on fake tensors does not have.
+    if not training or plan.mesh.tp == 1 or plan.random == "default" or is_pretended():
         return nullcontext()
     return rng.forked(plan.mesh.tp_rank) if plan.random == "forked" else rng.shared()
 

@@ -27,9 +27,13 @@ class Match:
     nodes: tuple[str, ...]
     pattern: Pattern | None = None
 
+    @property
+    def title(self) -> str:
+        """The name of the pattern, or those of the nodes."""
+        return ", ".join(self.nodes) if self.pattern is None else self.pattern.__name__
+
     def __str__(self) -> str:
-        what = getattr(self.pattern, "__name__", "node")
-        return f"{what}({', '.join(self.nodes)})"
+        return f"{'node' if self.pattern is None else self.title}({', '.join(self.nodes)})"
 
     __repr__ = __str__
 

@@ -32,7 +32,9 @@ class OverlappedColumn:
         group = self.mesh.group()
         weight = module.weight.t() if self.transposed else module.weight
         bias = module.bias if with_bias else None
-        if not x.requires_grad or torch.is_autocast_enabled(x.device.type):
+        # torch does not know autocast on the meta device, where a model may be traced
+        is_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if not x.requires_grad or is_autocast:
             # Autocast has its own product; without an input gradient there is nothing to sum.
             return functional.linear(reduce_backward(x, group) if x.requires_grad else x, weight, bias)
         return _Linear.apply(x, weight, bias, group)

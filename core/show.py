@@ -56,7 +56,7 @@ def _line(state: State, path: str, module: nn.Module) -> str:
         parts += ["checkpoint"] if plan.checkpoint else []
         parts += ["decomposed"] if plan.decomposed else []
         if isinstance(plan.graph, Traced):
-            parts += ["traced", *map(str, plan.graph.rewrites)]
+            parts += ["traced", *(rewrite.summary for rewrite in plan.graph.rewrites)]
         parts += [f"{plan.random} rng"] if plan.random != "default" else []
         parts += [f"gradient of {name} summed over {n}" for name, n in plan.partial_gradients.items()]
     return "  ".join(parts)

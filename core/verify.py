@@ -32,6 +32,10 @@ class VerificationError(PartbookError, AssertionError):
     """The scheduled model computes something else than the dense one."""
 
 
+# of the largest magnitude among all gradients, or all parameters: tensors below it are measured against this
+_SMALL = 1e-3
+
+
 @dataclass(frozen=True)
 class Difference:
     """One compared tensor: its largest difference over the largest magnitude of the dense one."""
@@ -252,10 +256,13 @@ def _gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def _compare_tensors(
     what: str, dense: Mapping[str, Tensor], scheduled: Mapping[str, Tensor], limit: float
 ) -> Iterator[Difference]:
+    # What is zero but for rounding (the gradient of a key's bias) is not measured by itself.
+    floor = _SMALL * max((float(value.detach().abs().max()) for value in dense.values() if value.numel()), default=0.0)
     for name, value in dense.items():
         found = scheduled.get(name)
         fits = found is not None and found.shape == value.shape
-        yield Difference(what, name, error_of(found, value) if fits and found is not None else float("inf"), limit)
+        error = error_of(found, value, floor) if fits and found is not None else float("inf")
+        yield Difference(what, name, error, limit)
     for name in scheduled.keys() - dense.keys():
         yield Difference(what, f"{name} (the dense model has none)", float("inf"), limit)
 
@@ -269,14 +276,15 @@ def _compare_norms(
     return Difference("gradient norm", f"of step {step}", error_of(norm, reference), limit)
 
 
-def error_of(found: Tensor, reference: Tensor) -> float:
-    """The largest difference over the largest magnitude of ``reference``; infinite where either is not finite."""
+def error_of(found: Tensor, reference: Tensor, floor: float = 1e-30) -> float:
+    """The largest difference over the largest magnitude of ``reference``, which counts as ``floor`` at least; infinite
+    where either is not finite."""
     found, reference = found.detach().double(), reference.detach().double()
     if not (found.isfinite().all() and reference.isfinite().all()):
         return 0.0 if torch.equal(found, reference) else float("inf")
     if reference.numel() == 0:
         return 0.0
-    return float((found - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
+    return float((found - reference).abs().max() / reference.abs().max().clamp_min(max(floor, 1e-30)))
 
 
 def _gather_reports(found: list[Difference], mesh: Mesh) -> list[Difference]:

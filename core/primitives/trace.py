@@ -13,6 +13,7 @@ from ..execution import change_plan, plan_of
 from ..primitive import Primitive, Site
 from ..state import State
 from ..tracing.examples import default_inputs, shapes_of
+from ..tracing.kind import arranger_of
 from ..tracing.traced import RewriteError, Traced
 
 
@@ -73,7 +74,8 @@ class Trace(Primitive):
 
     def _traced(self, site: Site) -> Traced:
         model = site.state.model
-        return Traced(site.path, site.state.library, tuple(self._inputs(model)), self.leaves).traced(model)
+        arranger, inputs = arranger_of(site.module), tuple(self._inputs(model))
+        return Traced(site.path, arranger, site.state.library, inputs, self.leaves).traced(model)
 
 
 def graph_of(site: Site) -> Traced | None:
@@ -119,7 +121,8 @@ def unfinished(site: Site) -> Iterator[Problem]:
     """Why the graphs of this module cannot be made again."""
     try:
         if graph_of(site) is not None:
-            current(site)
+            for kind in current(site).kinds:
+                kind.compile()
     except (TraceError, RewriteError) as error:
         yield Problem(
             f"its graph cannot be made again after it was changed: {error}", "make that change before trace()"

@@ -32,6 +32,11 @@ class AtMatch(ABC):
     def __str__(self) -> str:
         return self.call
 
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """What the graph has now, in few words."""
+
     def __call__(self, graph: fx.Graph, module: nn.Module) -> Sequence[str]:
         """Rewrite in place; gives the modules whose training flags the match relied on. Raises RewriteError."""
         found = self.place.locate(graph, module)
@@ -60,6 +65,10 @@ class AtMatch(ABC):
 class FuseAt(AtMatch):
     compiler: Compiler
 
+    @property
+    def summary(self) -> str:
+        return f"{self.place.match.title} fused" + (f" by {self.compiler}" if self.compiler else "")
+
     def problems(self, graph: fx.Graph, found: Found, module: nn.Module) -> Sequence[Problem]:
         return list(fuse_problems(graph, found.nodes, found.outputs, module, self.compiler))
 
@@ -73,6 +82,10 @@ class FuseAt(AtMatch):
 
 @dataclass(frozen=True)
 class CheckpointAt(AtMatch):
+    @property
+    def summary(self) -> str:
+        return f"{self.place.match.title} recomputed"
+
     def problems(self, graph: fx.Graph, found: Found, module: nn.Module) -> Sequence[Problem]:
         return list(checkpoint_problems(graph, found.nodes, found.outputs))
 
@@ -87,6 +100,10 @@ class ReplaceAt(AtMatch):
 
     new: Callable[..., Any]
     name: str | None
+
+    @property
+    def summary(self) -> str:
+        return f"{self.place.match.title} by {self.name or _name(self.new)}"
 
     def is_needed(self) -> bool:
         # weights have moved: what is not replaced would have none
@@ -121,7 +138,7 @@ class ReplaceAt(AtMatch):
         on_meta = isinstance(new, nn.Module) and any(parameter.is_meta for parameter in new.parameters())
         spy = Spy()
         try:
-            with pretended(), mode, spy:
+            with torch.no_grad(), pretended(), mode, spy:
                 inputs = [_value(item, module, mode.shape_env, on_meta) for item in found.inputs]
                 result = whole = new(*inputs)
                 if isinstance(result, Tensor) and len(found.outputs) > 1:

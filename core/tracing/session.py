@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from .patches import patched
 from .recorder import Recorder, Recording
 from .snapshot import Read, Snapshot
 
+_MACHINERY = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 call_module = nn.Module.__call__
 # whether there is a graph for a call already: (module, its arguments by name) -> bool
 Known = Callable[[nn.Module, dict[str, Any]], bool]
@@ -171,7 +174,12 @@ class Session:
         with self._on_fakes(args, kwargs) as (fake_args, fake_kwargs):
             instead = functools.partial(self._record_target, (True, False), is_known)
             with own_forward(self.target, instead), suppress(_Recorded):
-                call_module(self.root, *fake_args, **fake_kwargs)
+                try:
+                    call_module(self.root, *fake_args, **fake_kwargs)
+                except TraceError:
+                    raise
+                except Exception as error:
+                    raise self._failed(self.target, error) from error
         if not self._is_reached:
             raise TraceError(
                 f"{self.describe(self.target)} is not traced: the model does not call it with these inputs"
@@ -259,11 +267,24 @@ class Session:
         self._stack.append(recorder)
         try:
             result = forward()
+        except TraceError:
+            raise
+        except Exception as error:
+            raise self._failed(module, error) from error
         finally:
             self._stack.pop()
         with self.busy():
             spec = recorder.output(result)
         return Recording(recorder.graph, arguments, spec, recorder.conditions, tuple(self._leaf_reads.values()))
+
+    def _failed(self, module: nn.Module, error: Exception) -> TraceError:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
+        frame = own[-1] if own else frames[-1]
+        return TraceError(
+            f"{self.describe(module)} cannot be traced: its forward fails: {type(error).__name__}: {error}"
+            f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        )
 
     def attribute_read(self, module: nn.Module, name: str, value: Any) -> None:
         """Some Python read a plain attribute of a module."""

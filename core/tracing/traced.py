@@ -15,7 +15,7 @@ from ..collectives import is_pretended
 from ..errors import GuardError, Problem, TraceError
 from .code import compile_graph
 from .examples import tensors_of
-from .kind import Accept, arranger_of, make_accept
+from .kind import Accept, Arranger, arranger_of, make_accept
 from .library import Library
 from .recorder import Recording
 from .region import Region
@@ -43,6 +43,10 @@ class Rewrite(Protocol):
 
     def __str__(self) -> str:
         """The call that asked for it."""
+
+    @property
+    def summary(self) -> str:
+        """What the graph has now, in few words."""
 
 
 @dataclass
@@ -93,12 +97,17 @@ class Kind:
         return all(read.name == "training" or read.holds(module) for read in self.reads)
 
     def __call__(self, module: nn.Module, values: tuple[Any, ...]) -> Any:
-        if self._run is None:
-            self._run = compile_graph(self.graph, self.label)
+        self.compile()
+        assert self._run is not None
         leaves = self._run(module, *values)
         if self.output.is_leaf():
             return leaves[0]
         return pytree.tree_unflatten(leaves, self.output)
+
+    def compile(self) -> None:
+        """Make the code of the graph, if that has not been done."""
+        if self._run is None:
+            self._run = compile_graph(self.graph, self.label)
 
     def rewritten(self, rewrite: Rewrite, module: nn.Module) -> Kind:
         """The same kind of call with its graph rewritten. Raises RewriteError."""
@@ -135,6 +144,7 @@ class Traced:
     """
 
     path: str
+    arranger: Arranger
     library: Library
     inputs: tuple[Mapping[str, Any], ...]
     leaves: tuple[Callable[..., Any], ...] = ()
@@ -147,7 +157,7 @@ class Traced:
             # Another module is being traced, of which this one is a leaf.
             with present(module, self.stand_ins):
                 return forward(*args, **kwargs)
-        arranger = arranger_of(module)
+        arranger = self.arranger
         if arranger.wants_cache(args, kwargs) and not (module.training and torch.is_grad_enabled()):
             if self.stand_ins:
                 raise GuardError(

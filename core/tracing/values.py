@@ -40,7 +40,8 @@ class Values:
     def track(self, tensor: Tensor, node: fx.Node) -> None:
         # The tensor is kept, so that no other one gets its id.
         self._tensors[id(tensor)] = (tensor, node)
-        node.meta.update(val=tensor, requires_grad=tensor.requires_grad, storage=storage(tensor))
+        # Detached: the history of the recorded run would keep the parameters as they are now.
+        node.meta.update(val=tensor.detach(), requires_grad=tensor.requires_grad, storage=storage(tensor))
 
     def node_for(self, value: Any) -> Any:
         """What stands for ``value`` in the arguments of a node."""
@@ -87,7 +88,8 @@ class Values:
         if name not in self._attribute_nodes:
             with self.graph.inserting_before(self._first_operation()):
                 node = self.graph.get_attr(name)
-            node.meta.update(val=tensor, requires_grad=tensor.requires_grad, storage=storage(tensor))
+            look = torch.empty_like(tensor)
+            node.meta.update(val=look, requires_grad=tensor.requires_grad, storage=storage(tensor))
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
 

@@ -572,7 +572,7 @@ REFUSALS = {
         lambda s: s[FEED].replace(lambda x, residual: x, at=END_MATCH),
         "other primitives have changed 'drop', whose call would go",
     ),
-    "sharded": (sharded, replace_qkv(), f"{ATTENTION}.k_proj.weight is sharded", "replace before shard"),
+    "sharded": (sharded, replace_qkv(), f"{ATTENTION}.k_proj.weight, {ATTENTION}.k_proj.bias is sharded", "replace before shard"),
 }
 
 

@@ -192,10 +192,10 @@ def test_loop_over_layers_that_drops_some_at_random_is_refused():
     """OPT skips a layer with probability ``layerdrop``: a graph that had frozen one draw would be wrong."""
     family = zoo.FAMILIES["opt"]
     model, eager = zoo.make("opt"), zoo.make("opt")
-    for opt in (model, eager):
-        opt.model.decoder.layerdrop = 0.5
     sch = create_schedule(model)
     sch["model.decoder.layers.1"].trace(inputs=family.inputs(*TRACED))
+    for opt in (model, eager):
+        opt.model.decoder.layerdrop = 0.5
     inputs = family.inputs(*zoo.SHAPES[1])
     for seed in range(4):
         zoo.assert_same(zoo.step(model, seed=seed, **inputs), zoo.step(eager, seed=seed, **inputs))
