@@ -26,6 +26,8 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	mkdir -p out
 	$(IN_VENV) python benchmarks/tensor_parallel.py --json out/tensor_parallel.json
+	$(IN_VENV) python benchmarks/tracing.py --json out/tracing.json
+	$(IN_VENV) python benchmarks/fusion.py --json out/fusion.json
 
 # torch comes first, in the tested version: nothing that is installed after it may choose another
 $(INSTALLED): setup.cfg pyproject.toml

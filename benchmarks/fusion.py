@@ -206,7 +206,7 @@ def table(job: Job, records: Mapping[str, Record]) -> Table:
         "cpu ms",
         "to eager: wall",
         "cpu",
-        "schedule s",
+        "build s",
         "first step s",
         "tensors MiB",
         "rss MiB",

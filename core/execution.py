@@ -110,7 +110,7 @@ def run(
     if plan.around:
         call = functools.partial(plan.around, module, call)
         output = call(args, kwargs)
-    elif plan.checkpoint and module.training and torch.is_grad_enabled():
+    elif plan.checkpoint and module.training and torch.is_grad_enabled() and not has_past(module, args, kwargs):
         # Recomputing must not write a key-value cache a second time.
         args, kwargs = without_caches(args, kwargs)
         output = checkpoint(_on_stream, plan, module.training, call, *args, use_reentrant=False, **kwargs)
@@ -206,8 +206,17 @@ def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return caches is not None and any(isinstance(x, caches.Cache) for x in (*args, *kwargs.values()))
 
 
+def has_past(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module is called with a key-value cache that holds keys for it: a prefix, an earlier chunk."""
+    if not has_cache(args, kwargs):
+        return False
+    layers = (below.__dict__.get("layer_idx") for below in module.modules())
+    layer = next((index for index in layers if isinstance(index, int)), 0)
+    return any(_is_cache(x) and x.get_seq_length(layer) != 0 for x in (*args, *kwargs.values()))
+
+
 def without_caches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call without its key-value caches, which training has no use for."""
+    """The same call without its key-value caches: while they are empty, training has no use for them."""
     if not has_cache(args, kwargs):
         return args, kwargs
     return tuple(None if _is_cache(x) else x for x in args), {k: None if _is_cache(x) else x for k, x in kwargs.items()}

@@ -75,6 +75,14 @@ _AUGMENTED = {
 }
 
 
+# Functions of Tensor that stand for an operator, some under the name of what they wrap.
+_OPERATORS = {
+    getattr(torch.Tensor, name): name
+    for name in (*_BINARY, *_REFLECTED, *_UNARY, *_AUGMENTED)
+    if name.startswith("__") and hasattr(torch.Tensor, name)
+}
+
+
 def setitem(x: Tensor, index: Any, value: Any) -> Tensor:
     """``x[index] = value``, returning x so that what reads it later depends on the assignment."""
     x[index] = value
@@ -90,8 +98,8 @@ def property_name(function: Any) -> str | None:
 
 def canonical(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any, Any, Any]:
     """(op, target, args, kwargs) of the node for one call of ``function``."""
-    name = getattr(function, "__name__", None)
-    if name is None or not _is_method(function):
+    name = _OPERATORS.get(function) or getattr(function, "__name__", None)
+    if name is None or not (function in _OPERATORS or _is_method(function)):
         return "call_function", function, args, kwargs
     if name == "__setitem__":
         return "call_function", setitem, args, kwargs

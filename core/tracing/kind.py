@@ -55,6 +55,11 @@ class Conditions:
     gradients: bool = False
     dtypes: bool = False
     devices: bool = False
+    parameter: torch.dtype | None = None
+    # whether tensors were contiguous
+    layouts: bool = False
+    # containers of modules that it walked through: path -> names of their children
+    containers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Arranger:
@@ -232,12 +237,24 @@ class _Writer:
             if conditions.devices and value.device.type != "meta":
                 was = value.device.type
                 self.refuse(f"{name}.device.type != {was!r}", f"{name!r} was on {was}, now on %s", f"{name}.device")
+            if conditions.layouts:
+                was = bool(value.is_contiguous())
+                self.refuse(f"{name}.is_contiguous() is not {was}", f"{name!r} had is_contiguous()={was}")
             if conditions.gradients:
                 needed = node.meta["requires_grad"]
                 self.refuse(f"{name}.requires_grad is not {needed}", f"{name!r} had requires_grad={needed}")
+                is_leaf = node.meta["is_leaf"]
+                self.refuse(f"{name}.is_leaf is not {is_leaf}", f"{name!r} had is_leaf={is_leaf}")
         if conditions.gradients:
             mode = torch.is_grad_enabled()
             self.refuse(f"torch.is_grad_enabled() is not {mode}", f"gradients were {'on' if mode else 'off'}")
+        if conditions.dtypes and conditions.parameter is not None:
+            self.names["first_dtype"] = first_dtype
+            was = conditions.parameter
+            self.refuse(f"first_dtype(self) is not {was}", f"its parameters were {was}, now %s", "first_dtype(self)")
+        for path, names in conditions.containers.items():
+            children = f"tuple({_attribute(path)}._modules)"
+            self.refuse(f"{children} != {names}", f"{path!r} had {len(names)} modules, now %s", children)
         self._autocast(next((node.meta["val"].device.type for node in tensors), "cpu"))
         for name, attribute, value in conditions.tensors:
             place, constant = f"{_attribute(name)}.{attribute}", self.constant(value)
@@ -261,7 +278,9 @@ class _Writer:
             if text is None:
                 raise LookupError(f"Python branches on {condition}, which is no size of its inputs, at {where}")
             what = f"the graph depends on the size condition {condition} being {value}, at {where}"
-            self.refuse(f"({text}) != ({value})", what.replace("%", "%%"))
+            # no comparison of truth values: while another model is traced they are symbols
+            differs = {True: f"not ({text})", False: text}.get(value, f"({text}) != ({value})")
+            self.refuse(differs, what.replace("%", "%%"))
 
     def _text(self, condition: Any) -> str | None:
         names = {size: sympy.Symbol(name, integer=True) for size, name in self._known.items()}
@@ -272,6 +291,8 @@ class _Writer:
         for read in conditions.reads:
             owner = _attribute(read.path) if read.path else "self"
             self.lines.append(f"r = {owner}.__dict__.get({read.name!r}, missing)")
+            if read.of_class:
+                self.lines[-1] = f"r = getattr({owner}, {read.name!r}, missing)"
             kept, what = self.constant(read.value), f"the attribute {read} was {_literal(str(read.value))}"
             if isinstance(read.value.content, PLAIN):
                 # most attributes are the very object that was read
@@ -283,6 +304,11 @@ class _Writer:
 
 def _literal(value: Any) -> str:
     return (value if isinstance(value, str) else repr(value)).replace("%", "%%")
+
+
+def first_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype of a module's first parameter: a model that is converted is converted as a whole."""
+    return next((parameter.dtype for parameter in module.parameters()), None)
 
 
 def autocast_state(device: str) -> torch.dtype | None:

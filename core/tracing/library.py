@@ -60,7 +60,7 @@ def _tensors(module: nn.Module, first: dict[int, int]) -> Iterator[Any]:
 
 def _plan(module: nn.Module) -> Any:
     """How a scheduled module's output differs from that of its own forward; hooks may change it as well."""
-    hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+    hooks = *module._forward_hooks.values(), *module._forward_pre_hooks.values()
     plan = plan_of(module)
     if plan is None:
         return hooks, None, (), False, False

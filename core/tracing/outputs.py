@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TraceError
+from ..execution import without_caches
 from .kind import CONSTANTS
 from .symbols import SIZES, expression
 
@@ -93,6 +94,8 @@ class Leaves:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Outputs | None]:
         """The output for symbolic inputs, and its description; None for that where the leaf ran on the symbols."""
+        # A cache that a run fills would be another one for the next run; it changes no shape.
+        args, kwargs = without_caches(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = (id(module), module.training, torch.is_grad_enabled(), spec, tuple(map(_key, leaves)))
         if key not in self._known:
@@ -105,8 +108,20 @@ class Leaves:
         except TraceError:
             raise
         except Exception as error:
-            outputs = self._known[key] = self._on_real_data(module, leaves, spec, error)
+            outputs = self._known[key] = self._of_copy(module, leaves, spec, error)
             return self._make(outputs, leaves), outputs
+
+    def run_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a function that stays whole."""
+        try:
+            return function(*args, **kwargs)
+        except VALUE_DEPENDENT as error:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            name = getattr(function, "__name__", repr(function))
+            outputs = self._on_real_data(f"the function {name!r}", lambda: function, leaves, spec, error)
+            # whether it draws random numbers is not known
+            self._session.spy.random = True
+            return self._make(outputs, leaves)
 
     def _describe(self, module: nn.Module, forward: Callable[..., Any], leaves: Any, spec: Any) -> Outputs | None:
         if not all(isinstance(value, (Tensor, *SIZES, *CONSTANTS)) for value in leaves):
@@ -118,34 +133,34 @@ class Leaves:
                 [self._once(forward, leaves, spec, values, self._plain) for values in sizes], sizes, leaves
             )
         except VALUE_DEPENDENT as error:
-            return self._on_real_data(module, leaves, spec, error)
+            return self._of_copy(module, leaves, spec, error)
         except TraceError:
             raise
         except Exception:
             # such as a size that must divide by another: on symbols the leaf gets the sizes that it is called with
             return None
 
-    def _on_real_data(self, module: nn.Module, leaves: Any, spec: Any, why: Exception) -> Outputs:
+    def _of_copy(self, module: nn.Module, leaves: Any, spec: Any, why: Exception) -> Outputs:
+        name = f"the leaf {self._session.describe(module)}"
         if any(parameter.is_meta for parameter in module.parameters()):
-            raise self._error(module, why, "its parameters are on the meta device") from why
+            raise _error(name, why, "its parameters are on the meta device") from why
+        return self._on_real_data(name, lambda: _copied_forward(module), leaves, spec, why)
+
+    def _on_real_data(
+        self, name: str, make: Callable[[], Callable[..., Any]], leaves: Any, spec: Any, why: Exception
+    ) -> Outputs:
         sizes, runs = self._assignments(leaves), []
         with torch.random.fork_rng(devices=[]):
             for values in sizes:
-                with _disable_current_modes():
-                    clone = copy.deepcopy(module)
-                clone.__dict__.pop("forward", None)
-                for below in clone.modules():
-                    below._forward_hooks.clear()
-                    below._forward_pre_hooks.clear()
                 try:
-                    runs.append(self._once(clone.forward, leaves, spec, values, None))
+                    runs.append(self._once(make(), leaves, spec, values, None))
                 except Exception as error:
-                    also = f"running a copy on random data fails too ({type(error).__name__}: {error})"
-                    raise self._error(module, why, also) from why
+                    also = f"running it on random data fails too ({type(error).__name__}: {error})"
+                    raise _error(name, why, also) from why
         try:
             return self._fit(runs, sizes, leaves)
         except _NoFit as error:
-            raise self._error(module, why, str(error)) from why
+            raise _error(name, why, str(error)) from why
 
     def _assignments(self, leaves: list[Any]) -> list[dict[Any, Any]]:
         """The sizes at hand and two others near them, all different."""
@@ -209,12 +224,24 @@ class Leaves:
             tensor = tensor.requires_grad_().clone()
         return tensor.permute([item.order.index(dim) for dim in range(len(item.order))])
 
-    def _error(self, module: nn.Module, error: Exception, why: str) -> TraceError:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return TraceError(
-            f"the outputs of the leaf {self._session.describe(module)} cannot be found: it does not run on fake "
-            f"tensors ({type(error).__name__}: {first}) and {why}"
-        )
+
+def _copied_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a copy, without hooks: what a real run changes is thrown away."""
+    with _disable_current_modes():
+        clone = copy.deepcopy(module)
+    clone.__dict__.pop("forward", None)
+    for below in clone.modules():
+        below._forward_hooks.clear()
+        below._forward_pre_hooks.clear()
+    return clone.forward
+
+
+def _error(name: str, error: Exception, why: str) -> TraceError:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return TraceError(
+        f"the outputs of {name} cannot be found: it does not run on fake tensors ({type(error).__name__}: {first}) "
+        f"and {why}"
+    )
 
 
 class _Fitter:

@@ -29,7 +29,13 @@ _COLLECTIVES = (
 _LOSS = VocabularyParallelLoss.__call__
 _APPLY = torch.autograd.Function.__dict__["apply"].__func__
 # what is no attribute of the user's
-_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_partbook_plan", "_partbook_steps"}
+_INTERNALS = (
+    frozenset(vars(nn.Module())) - {"training"}
+    # whether a block is recomputed is decided when it is called
+    | {"forward", "_partbook_plan", "_partbook_steps", "gradient_checkpointing"}
+)
+# what a class may say about its instances
+_NUMBERS = (bool, int, float, str)
 
 
 @contextmanager
@@ -39,6 +45,8 @@ def patched(session: Session) -> Iterator[None]:
     try:
         _modules(session, patches)
         _autograd(session, patches)
+        _refused_calls(session, patches)
+        _sizes(session, patches)
         _losses(session, patches)
         _modes(session, patches)
         _collectives(patches)
@@ -61,6 +69,9 @@ class _Patches:
             self._undo.append(functools.partial(delattr, owner, name))
         setattr(owner, name, value)
 
+    def on_undo(self, step: Callable[[], None]) -> None:
+        self._undo.append(step)
+
     def undo(self) -> None:
         for step in reversed(self._undo):
             step()
@@ -72,10 +83,23 @@ def _modules(session: Session, patches: _Patches) -> None:
 
     def get(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
-        if name not in _INTERNALS and name[:2] != "__" and name in object.__getattribute__(module, "__dict__"):
-            session.attribute_read(module, name, value)
+        if name not in _INTERNALS and name[:2] != "__":
+            own = name in object.__getattribute__(module, "__dict__")
+            if own or isinstance(value, _NUMBERS):
+                session.attribute_read(module, name, value)
         return value
 
+    def set_(module: nn.Module, name: str, value: Any) -> None:
+        session.attribute_written(module, name)
+        write(module, name, value)
+
+    def delete(module: nn.Module, name: str) -> None:
+        session.attribute_written(module, name)
+        remove(module, name)
+
+    write, remove = nn.Module.__setattr__, nn.Module.__delattr__
+    patches.set(nn.Module, "__setattr__", set_)
+    patches.set(nn.Module, "__delattr__", delete)
     patches.set(nn.Module, "__call__", call)
     patches.set(nn.Module, "__getattribute__", get)
 
@@ -90,23 +114,37 @@ def _autograd(session: Session, patches: _Patches) -> None:
             session.recorder.conditions.gradients = True
         return torch._C.is_grad_enabled()
 
-    def recompute(*args: Any, **kwargs: Any) -> Any:
-        if session.recorder is not None and not session.is_busy:
-            raise session.recorder.refusal(
-                "it calls torch.utils.checkpoint itself", "trace the module that it recomputes instead"
-            )
-        return checkpoint(*args, **kwargs)
-
-    def inference(mode: Any) -> Any:
-        if session.recorder is not None and not session.is_busy:
-            raise session.recorder.refusal("it enters inference mode", "torch.no_grad() is kept in a graph")
-        return enter_inference(mode)
-
-    checkpoint, enter_inference = torch.utils.checkpoint.checkpoint, torch.inference_mode.__enter__
     patches.set(torch.autograd.Function, "apply", classmethod(custom))
     patches.set(torch, "is_grad_enabled", is_grad_enabled)
-    patches.set(torch.utils.checkpoint, "checkpoint", recompute)
-    patches.set(torch.inference_mode, "__enter__", inference)
+
+
+def _refused_calls(session: Session, patches: _Patches) -> None:
+    """Calls that torch's function modes do not see, and that a graph cannot repeat."""
+
+    def refused(function: Callable[..., Any], found: str, hint: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if session.recorder is not None and not session.is_busy:
+                raise session.recorder.refusal(found, hint)
+            return function(*args, **kwargs)
+
+        return call
+
+    recomputes = "it calls torch.utils.checkpoint itself", "trace the module that it recomputes instead"
+    seeds = "it seeds the random numbers", "seed outside the model"
+    for function, (found, hint) in ((torch.utils.checkpoint.checkpoint, recomputes), (torch.manual_seed, seeds)):
+        _everywhere(patches, function, refused(function, found, hint))
+    enter = torch.inference_mode.__enter__
+    inference = "it enters inference mode", "torch.no_grad() is kept in a graph"
+    patches.set(torch.inference_mode, "__enter__", refused(enter, *inference))
+
+
+def _everywhere(patches: _Patches, function: Callable[..., Any], instead: Callable[..., Any]) -> None:
+    """Exchange a function wherever a loaded module refers to it by its name."""
+    for module in list(sys.modules.values()):
+        # vars, not getattr: a lazy module would import what it is asked for
+        if module is not None and getattr(module, "__dict__", {}).get(function.__name__) is function:
+            patches.set(module, function.__name__, instead)
 
 
 def _losses(session: Session, patches: _Patches) -> None:
@@ -116,6 +154,18 @@ def _losses(session: Session, patches: _Patches) -> None:
         return session.leaf_function(LossCall(loss), args, kwargs)
 
     patches.set(VocabularyParallelLoss, "__call__", call)
+
+
+def _sizes(session: Session, patches: _Patches) -> None:
+    """A size that the module's own Python shows as text or looks up is the number that it is."""
+    show, text, unhashable = torch.SymInt.__repr__, torch.SymInt.__str__, torch.SymInt.__hash__
+
+    def is_asked() -> bool:
+        return session.recorder is not None and not session.is_busy
+
+    patches.set(torch.SymInt, "__repr__", lambda size: repr(int(size)) if is_asked() else show(size))
+    patches.set(torch.SymInt, "__str__", lambda size: str(int(size)) if is_asked() else text(size))
+    patches.set(torch.SymInt, "__hash__", lambda size: hash(int(size)) if is_asked() else unhashable(size))
 
 
 class LossCall:
@@ -154,13 +204,15 @@ def _modes(session: Session, patches: _Patches) -> None:
     def entered(autocast: Any) -> Any:
         recorder = session.recorder
         if recorder is not None and not session.is_busy:
-            arguments = (autocast.device, autocast.fast_dtype, autocast._enabled, autocast._cache_enabled)
+            # the cache is off while a model is traced
+            caches = session.untouched.autocast_cache
+            arguments = (autocast.device, autocast.fast_dtype, autocast._enabled, caches)
             autocast._partbook_node = recorder.effect(torch.amp._enter_autocast, arguments)
             recorder.conditions.devices = True
         return enter(autocast)
 
     def left(autocast: Any, *error: Any) -> Any:
-        if session.recorder is not None and hasattr(autocast, "_partbook_node"):
+        if session.recorder is not None and error[0] is None and hasattr(autocast, "_partbook_node"):
             session.recorder.effect(torch.amp._exit_autocast, (autocast._partbook_node,))
         return leave(autocast, *error)
 
@@ -194,16 +246,11 @@ def _collective(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _leaf_function(session: Session, patches: _Patches, function: Callable[..., Any]) -> None:
-    """Exchanged wherever a loaded module refers to it."""
-
     @functools.wraps(function)
     def leaf(*args: Any, **kwargs: Any) -> Any:
         return session.leaf_function(function, args, kwargs)
 
-    for module in list(sys.modules.values()):
-        # vars, not getattr: a lazy module would import what it is asked for
-        if module is not None and getattr(module, "__dict__", {}).get(function.__name__) is function:
-            patches.set(module, function.__name__, leaf)
+    _everywhere(patches, function, leaf)
 
 
 def _transformers(session: Session, patches: _Patches) -> None:
@@ -211,6 +258,11 @@ def _transformers(session: Session, patches: _Patches) -> None:
 
     Position ids that the model makes itself from a range are not packed; that part of the graph is computed to see.
     """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    if capturing is not None:
+        # What a run around this one collects must not get fake tensors.
+        token = capturing._active_collector.set(None)
+        patches.on_undo(functools.partial(capturing._active_collector.reset, token))
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
         return

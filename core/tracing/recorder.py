@@ -7,7 +7,7 @@ import operator
 import random as python_random
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import TraceError
 from .canon import canonical, property_name, setitem
-from .kind import CONSTANTS, Argument, Conditions, Leaf
+from .kind import CONSTANTS, Argument, Conditions, Leaf, first_dtype
 from .outputs import VALUE_DEPENDENT, storage
 from .product import Product
 from .snapshot import Read, Snapshot
@@ -65,15 +65,16 @@ class Recorder:
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.session, self.module = session, module
         self.graph = fx.Graph()
-        self.conditions = Conditions()
+        self.conditions = Conditions(parameter=first_dtype(module))
         self.sizes = Sizes(self.graph, session.shapes.replace)
         self.graph.placeholder("self")
         self.values = Values(self.graph, module, self.sizes, self.refusal)
         self.paths: dict[int, str] = {}
         for path, child in module.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(child), path)
+        self._tensors = {id(below): _own_tensors(below) for below in module.modules()}
         self._reads: dict[tuple[str, str], Read] = {}
-        self._random_state = python_random.getstate()
+        self._random_state = _python_random()
 
     # ------------------------------------------------------------------ inputs and outputs
 
@@ -100,6 +101,7 @@ class Recorder:
                 node.meta["same_as"] = first[id(leaf)]
             first.setdefault(id(leaf), node.name)
             self.values.track(leaf, node)
+            node.meta["is_leaf"] = leaf.is_leaf
             return Leaf(node.name)
         if isinstance(leaf, torch.SymInt):
             node = self.graph.placeholder(where)
@@ -115,15 +117,15 @@ class Recorder:
 
     def output(self, result: Any) -> pytree.TreeSpec:
         """The output node; the nodes that nothing needs are dropped."""
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, spec = pytree.tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Size))
         for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *SIZES, *CONSTANTS)):
+            if not isinstance(leaf, (Tensor, torch.Size, *SIZES, *CONSTANTS)):
                 raise self.refusal(
                     f"it returns a {type(leaf).__name__}, which a graph cannot hold",
                     "for a key-value cache: use_cache=False",
                 )
         self.check_side_effects()
-        self.graph.output([self.values.node_for(leaf) for leaf in leaves])
+        self.graph.output([self._leaving(leaf) for leaf in leaves])
         for node in reversed(list(self.graph.nodes)):
             kept = node.users or node.op in ("placeholder", "output", "call_module")
             if not (kept or node.meta.get("mutates") or node.meta.get("effect")):
@@ -134,10 +136,14 @@ class Recorder:
         self.conditions.reads = list(self._reads.values())
         return spec
 
+    def _leaving(self, leaf: Any) -> Any:
+        node = self.values.node_for(leaf)
+        return self.graph.call_function(torch.Size, (node,)) if isinstance(leaf, torch.Size) else node
+
     # ------------------------------------------------------------------ calls
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one torch function and record it."""
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any = None) -> Any:
+        """Run one torch function and record it; ``run``: what gives the result of a function that stays whole."""
         name = getattr(function, "__name__", "")
         attribute = property_name(function)
         if attribute is not None:
@@ -152,7 +158,7 @@ class Recorder:
         versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
         with self.session.spy.separately() as spy:
             try:
-                result = self.session.outside(function, args, kwargs)
+                result = self.session.outside(run or function, args, kwargs)
             except VALUE_DEPENDENT as error:
                 raise self._value_dependent(name) from error
             is_random = spy.random
@@ -160,12 +166,17 @@ class Recorder:
             raise self._value_dependent(name)
         if not tensors_in(result) and name != "__setitem__" and name not in _EFFECTS:
             return result
+        written = [tensor for tensor, version in versions if tensor._version != version]
+        if not written and run is None and any(result is tensor for tensor in tensors):
+            # Nothing happened, because of dtype, device or layout: for others this is not so.
+            self.conditions.dtypes = self.conditions.devices = self.conditions.layouts = True
+            return result
         with self.session.busy():
             op, target, node_args, node_kwargs = canonical(function, args, kwargs)
             node = self.graph.create_node(
                 op, target, self.values.node_for(node_args), self.values.node_for(node_kwargs)
             )
-            self._after(node, [tensor for tensor, version in versions if tensor._version != version], is_random)
+            self._after(node, written, is_random)
             if name in _EFFECTS:
                 node.meta["effect"] = True
             if target is setitem:
@@ -192,6 +203,9 @@ class Recorder:
         self.conditions.gradients |= name in _GRADIENTS
         self.conditions.dtypes |= name in _DTYPES
         self.conditions.devices |= name in ("is_cuda", "is_cpu", "get_device")
+        self.conditions.layouts |= name in ("is_contiguous", "view_as_real", "is_non_overlapping_and_dense")
+        if name in ("stride", "storage_offset"):
+            raise self.refusal(f"it reads {name}() of a tensor, which other callers may lay out differently")
         known = self.values.attribute_name(args[0]) if args else None
         if known is not None and name in ("dtype", "requires_grad"):
             self.conditions.tensors.append((known, name, getattr(args[0], name)))
@@ -209,10 +223,13 @@ class Recorder:
         with self.session.busy():
             node = self.graph.call_module(path, self.values.node_for(args), self.values.node_for(kwargs))
         self.check_random_state()
+        if any(_own_tensors(below) != self._tensors[id(below)] for below in module.modules()):
+            raise self.refusal(f"it calls {path!r} with other weights than its own (torch.func.functional_call)")
+        self._note_containers(path)
         with self.session.spy.separately() as spy, self.session.suspended():
             result, outputs = self.session.run_leaf(module, args, kwargs)
             is_random = spy.random
-        self._random_state = python_random.getstate()
+        self._random_state = _python_random()
         written = {id(tensor) for tensor, version in versions if tensor._version != version}
         leaves = pytree.tree_leaves((args, kwargs))
         if outputs is not None:
@@ -227,6 +244,12 @@ class Recorder:
                 if known is not None:
                     self.sizes.add_tensor(known, tensor.shape)
         return result
+
+    def _note_containers(self, path: str) -> None:
+        names = path.split(".")
+        for i in range(1, len(names)):
+            container = ".".join(names[:i])
+            self.conditions.containers[container] = tuple(self.module.get_submodule(container)._modules)
 
     def call_product(self, linear: Any, path: str, x: Tensor) -> Tensor:
         """A decomposed linear: its product is one call, the addition of its bias another."""
@@ -277,18 +300,23 @@ class Recorder:
     def read(self, path: str, name: str, value: Any) -> None:
         """The forward read the attribute ``name`` of one of its modules."""
         if (path, name) not in self._reads:
-            self._reads[path, name] = Read(path, name, Snapshot.of(value))
+            of_class = name not in vars(self.module.get_submodule(path))
+            self._reads[path, name] = Read(path, name, Snapshot.of(value), of_class)
 
     def check_side_effects(self) -> None:
         self.check_random_state()
         for (path, name), read in self._reads.items():
+            value = getattr(self.module.get_submodule(path), name, None)
+            read = self._reads[path, name] = replace(read, value=read.value.settled(value))
             if not read.holds(self.module):
                 where = f"{path}.{name}".lstrip(".")
                 raise self.refusal(f"it changes its attribute {where!r}, which a graph cannot repeat")
 
     def check_random_state(self) -> None:
-        if python_random.getstate() != self._random_state:
-            raise self.refusal("it draws from Python's random, which a graph cannot repeat", "use torch's generators")
+        if _python_random() != self._random_state:
+            raise self.refusal(
+                "it draws from Python's or numpy's random, which a graph cannot repeat", "use torch's generators"
+            )
 
     def size_condition(self, condition: Any, value: Any) -> None:
         self.conditions.sizes.append((condition, value, user_frame()))
@@ -304,6 +332,17 @@ class Recorder:
             f"{name}() hands values of a tensor to Python, which may branch on them",
             "trace its parent, of which this module is a leaf, or keep the function that does so: trace(leaves=...)",
         )
+
+
+def _own_tensors(module: nn.Module) -> list[int]:
+    return [id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())]
+
+
+def _python_random() -> Any:
+    """The states of the generators that are not torch's."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ()
+    return python_random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
 def user_frame() -> str:

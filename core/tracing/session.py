@@ -101,6 +101,7 @@ class Session:
         self.shapes.session = self
         self.fake = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
         self.spy = Spy()
+        self.untouched = Untouched(root)
         self._leaves = Leaves(self)
         self._thread = threading.get_ident()
         self._stack: list[Recorder | None] = []
@@ -196,7 +197,12 @@ class Session:
     def _on_fakes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
         """The world in which forwards are recorded, and the arguments as fake tensors."""
         with ExitStack() as stack:
-            stack.enter_context(Untouched(self.root))
+            stack.enter_context(self.untouched)
+            # What is saved for the backward of fake tensors is no concern of a recomputation around.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
             stack.enter_context(patched(self))
             stack.enter_context(pretended())
             stack.enter_context(_quiet_log())
@@ -229,10 +235,10 @@ class Session:
         order = sorted(range(value.dim()), key=lambda dim: (-value.stride()[dim], dim))
         with self.fake:
             made = torch.empty([sizes[dim] for dim in order], dtype=value.dtype, device=value.device)
-            if value.requires_grad:
-                made = made.requires_grad_()
             made = made.permute([order.index(dim) for dim in range(len(order))]) if value.dim() > 1 else made
-            return made.clone() if value.requires_grad and not value.is_leaf else made
+            if not value.requires_grad:
+                return made
+            return made.requires_grad_() if value.is_leaf else made.requires_grad_().clone()
 
     def _record_target(
         self,
@@ -281,17 +287,29 @@ class Session:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
         frame = own[-1] if own else frames[-1]
+        whose = "its forward" if self._is_reached else "the model, before it is called,"
+        first = (str(error).strip() or "no message").split("\n\n")[0]
         return TraceError(
-            f"{self.describe(module)} cannot be traced: its forward fails: {type(error).__name__}: {error}"
+            f"{self.describe(module)} cannot be traced: {whose} fails: {type(error).__name__}: {first}"
             f"\n  at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
         )
 
+    def _inside(self, module: nn.Module) -> str | None:
+        """The path of a module below the one that is being recorded; None outside, or while nothing is recorded."""
+        if not self._stack or self._stack[0] is None or self.is_other_thread:
+            return None
+        return self._stack[0].paths.get(id(module))
+
+    def attribute_written(self, module: nn.Module, name: str) -> None:
+        """Some Python assigns to an attribute of a module, or deletes it."""
+        if self.recorder is not None and not self.is_busy and self._inside(module) is not None:
+            raise self.recorder.refusal(f"it assigns to the attribute {name!r}, which a graph cannot repeat")
+
     def attribute_read(self, module: nn.Module, name: str, value: Any) -> None:
         """Some Python read a plain attribute of a module."""
-        if isinstance(value, nn.Module | Tensor) or not self._stack or self.is_other_thread:
+        if isinstance(value, nn.Module | Tensor):
             return
-        recorder = self._stack[0]
-        path = recorder.paths.get(id(module)) if recorder is not None else None
+        path = self._inside(module)
         if path is None:
             return
         if self.recorder is not None and not self.is_busy:
@@ -340,10 +358,14 @@ class Session:
                 module.__dict__["forward"] = own
 
     def leaf_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that stays one node."""
+        """A function that stays one node: like a leaf, it may ask for values."""
         if self.recorder is None or self.is_busy:
             return function(*args, **kwargs)
-        return self.recorder.call(function, args, kwargs)
+        return self.recorder.call(function, args, kwargs, functools.partial(self._leaves.run_function, function))
+
+
+def _identity(x: Any) -> Any:
+    return x
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class Snapshot:
 
     kind: type
     content: Any
+    # attributes that were None until the forward gave them a value: either is the same
+    defaults: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
     def of(value: Any) -> Snapshot:
@@ -55,8 +57,20 @@ class Snapshot:
         if type(value) is not self.kind:
             return False
         if not isinstance(value, (*PLAIN, *_CONTAINERS)) and hasattr(value, "__dict__"):
-            return _equal(vars(value), self.content)
+            content = dict(vars(value))
+            for name, default in self.defaults:
+                if content.get(name) == default:
+                    content[name] = None
+            return _equal(content, self.content)
         return _equal(value, self.content)
+
+    def settled(self, value: Any) -> Snapshot:
+        """With what the forward has set on an object that had not been set before (a configuration's problem type)."""
+        if isinstance(value, (*PLAIN, *_CONTAINERS)) or not hasattr(value, "__dict__"):
+            return self
+        unset = {name for name, content in self.content.items() if content is None}
+        defaults = tuple((name, v) for name, v in vars(value).items() if name in unset and isinstance(v, PLAIN) and v)
+        return replace(self, defaults=defaults)
 
     def __str__(self) -> str:
         return repr(self.content) if isinstance(self.content, PLAIN) else f"this {self.kind.__name__}"
@@ -69,13 +83,16 @@ class Read:
     path: str
     name: str
     value: Snapshot
+    # an attribute of the class, which a module may have of its own later
+    of_class: bool = False
 
     def holds(self, module: nn.Module) -> bool:
         try:
             owner = module.get_submodule(self.path)
-        except AttributeError:
+            value = getattr(owner, self.name) if self.of_class else vars(owner)[self.name]
+        except (AttributeError, KeyError):
             return False
-        return self.name in vars(owner) and self.value.holds(vars(owner)[self.name])
+        return self.value.holds(value)
 
     def __str__(self) -> str:
         return f"{self.path}.{self.name}".lstrip(".")

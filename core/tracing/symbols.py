@@ -6,12 +6,14 @@ torch call is turned into nodes from its expression, so a graph holds for other 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -75,6 +77,9 @@ class Sizes:
         return node
 
     def _compute(self, wanted: Any) -> Any:
+        if isinstance(wanted, IntTrueDiv | FloatTrueDiv):
+            # its reference asks for the size of its operands, which nodes do not have
+            return self._keep(self.graph.call_function(operator.truediv, tuple(map(self.build, wanted.args))), wanted)
         values: dict[Any, Any] = {}
         operands = []
         for operand in wanted.args:

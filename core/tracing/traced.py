@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,8 +14,10 @@ from torch.utils import _pytree as pytree
 
 from ..collectives import is_pretended
 from ..errors import GuardError, Problem, TraceError
+from ..execution import has_past
 from .code import compile_graph
 from .examples import tensors_of
+from .isolation import ModesKept
 from .kind import Accept, Arranger, arranger_of, make_accept
 from .library import Library
 from .recorder import Recording
@@ -65,6 +68,7 @@ class Kind:
     # children that it does the work of, or whose training flag it relies on, with that flag
     relies_on: tuple[tuple[str, bool], ...] = ()
     _run: Callable[..., Any] | None = None
+    _modes: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     @staticmethod
     def of(recording: Recording, session: Session, module: nn.Module) -> Kind:
@@ -99,7 +103,8 @@ class Kind:
     def __call__(self, module: nn.Module, values: tuple[Any, ...]) -> Any:
         self.compile()
         assert self._run is not None
-        leaves = self._run(module, *values)
+        with self._modes:
+            leaves = self._run(module, *values)
         if self.output.is_leaf():
             return leaves[0]
         return pytree.tree_unflatten(leaves, self.output)
@@ -108,6 +113,8 @@ class Kind:
         """Make the code of the graph, if that has not been done."""
         if self._run is None:
             self._run = compile_graph(self.graph, self.label)
+            if any(node.meta.get("effect") for node in self.graph.nodes):
+                self._modes = ModesKept()
 
     def rewritten(self, rewrite: Rewrite, module: nn.Module) -> Kind:
         """The same kind of call with its graph rewritten. Raises RewriteError."""
@@ -158,7 +165,8 @@ class Traced:
             with present(module, self.stand_ins):
                 return forward(*args, **kwargs)
         arranger = self.arranger
-        if arranger.wants_cache(args, kwargs) and not (module.training and torch.is_grad_enabled()):
+        is_training = module.training and torch.is_grad_enabled()
+        if arranger.wants_cache(args, kwargs) and (not is_training or has_past(module, args, kwargs)):
             if self.stand_ins:
                 raise GuardError(
                     f"{self.path or 'the model'}: parts of it were replaced in its graph, which cannot write a "

@@ -72,8 +72,22 @@ class Model(nn.Module):
         return self.call(self.inner, x, k)
 
 
+# What no fake tensor and no symbolic size can pass for: docs/guide.md names it.
+UNSEEN = {
+    name: pytest.mark.xfail(strict=True, reason=reason)
+    for name, reason in {
+        "is_a_number": "isinstance(size, int) is False for a symbolic size",
+        "is_exactly_a_tensor": "type(x) is torch.Tensor is False for a fake tensor",
+        "is_a_parameter": "an argument that is a Parameter is a tensor to the graph",
+    }.items()
+}
+
+
 class Refused:
     """No graph can hold these: they depend on values, or change something that is not a tensor of the graph."""
+
+    def stride_numbers(self, x):
+        return x * x.stride(1) + x.stride()[0] + x.storage_offset()
 
     def value_branch(self, x):
         return x if x.sum() > 0 else -x
@@ -234,7 +248,7 @@ def forwards(*groups):
     found = [
         (name, forward) for group in groups for name, forward in vars(group).items() if inspect.isfunction(forward)
     ]
-    return [pytest.param(forward, id=name) for name, forward in found]
+    return [pytest.param(forward, id=name, marks=UNSEEN.get(name, ())) for name, forward in found]
 
 
 @pytest.mark.parametrize("forward", forwards(Sizes, Writes, Modes, Modules, Values))
@@ -361,7 +375,16 @@ CHILDREN = {scaled: "inner.fc", stacked: "inner.layers.0", normalised: "inner.no
 
 
 @pytest.mark.parametrize("level", ["whole", "child"])
-@pytest.mark.parametrize("name", [*EQUAL_AFTER, *EQUAL_OR_REFUSED_AFTER])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *EQUAL_AFTER,
+        *(name for name in EQUAL_OR_REFUSED_AFTER if name != "global number"),
+        pytest.param(
+            "global number", marks=pytest.mark.xfail(strict=True, reason="only attributes of modules are seen")
+        ),
+    ],
+)
 def test_change_of_the_module_after_the_trace_is_seen(name, level, monkeypatch):
     """The graph must not go on with what it found when it was made."""
     for key, value in (("table", torch.arange(8.0)), ("number", 2.0)):

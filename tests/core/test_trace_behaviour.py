@@ -92,7 +92,7 @@ UNTRACEABLE = [
     (counter, None, "", "calls"),
     (keeps, None, "", "last"),
     (made_elsewhere, 1, 'MADE["y"]', ""),
-    (fails, 1, "self.fc(x) @ x", "matmul"),
+    (fails, 1, "self.fc(x) @ x", "its forward fails: RuntimeError"),
 ]
 
 

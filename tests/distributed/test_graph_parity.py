@@ -1,4 +1,4 @@
-"""Traced, fused, replaced and recomputed modules on two ranks: the untouched model's numbers, and no more collectives."""
+"""Traced, fused, replaced and recomputed modules on two ranks: the untouched model's numbers, no further collective."""
 
 import copy
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def fused_gate(sch: Schedule) -> None:
 
 
 def eager_core(q: Any, k: Any, v: Any, mask: Any, p: Any, training: Any) -> Any:
-    probs = functional.softmax(torch.matmul(q, k.transpose(-1, -2)) * 8**-0.5 + mask, dim=-1).type(torch.float64)
+    probs = functional.softmax(torch.matmul(q, k.transpose(-1, -2)) * 8**-0.5 + mask, dim=-1)
     probs = functional.dropout(probs, p, training)
     return torch.matmul(probs, v), probs
 
@@ -119,21 +119,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, Steps | None,
     "gpt2 traced, then sharded": ("gpt2", {}, {}, traced, None),
     "gpt2 sharded, then traced": ("gpt2", {}, {}, None, traced),
     "gpt2 blocks": ("gpt2", {}, {}, None, whole_blocks),
-    "gpt2 sequence parallel": ("gpt2", {"tied": False}, SP, None, traced),
-    "gpt2 fused gelu": ("gpt2", {}, {}, None, fused_gelu),
-    "gpt2 fused gelu before it is sharded": ("gpt2", {}, {}, torchscript_gelu, None),
-    "gpt2 fused gelu, sequence parallel": ("gpt2", {}, SP, None, torchscript_gelu),
+    "gpt2 fused gelu before it is sharded": ("gpt2", {}, {}, fused_gelu, None),
+    "gpt2 fused gelu, sequence parallel": ("gpt2", {"tied": False}, SP, None, torchscript_gelu),
     "gpt2 compiled gelu": ("gpt2", {}, {}, None, inductor_gelu),
     "gpt2 recomputed core": ("gpt2", EAGER, {}, None, recomputed_core),
-    "gpt2 recomputed core before it is sharded": ("gpt2", EAGER, {}, recomputed_core, None),
-    "gpt2 recomputed blocks around recomputed cores": ("gpt2", {}, {"checkpoint_ratio": 1.0}, recomputed_sdpa, None),
+    "gpt2 recomputed block around its recomputed core": ("gpt2", {}, {"checkpoint_ratio": 1.0}, recomputed_sdpa, None),
     "llama traced, then sharded": ("llama", {}, {}, traced, None),
-    "llama sharded, then traced": ("llama", BIASED, {}, None, traced),
     "llama sequence parallel": ("llama", BIASED, SP, None, traced),
     "llama fused gate": ("llama", BIASED, {}, None, fused_gate),
-    "llama fused gate, sequence parallel": ("llama", BIASED, SP, fused_gate, None),
-    "llama replaced qkv": ("llama", {"use_cache": False}, None, None, replaced_qkv),
-    "llama replaced qkv with biases": ("llama", {**BIASED, "use_cache": False}, None, None, replaced_qkv),
+    "llama replaced qkv": ("llama", {**BIASED, "use_cache": False}, None, None, replaced_qkv),
     "llama one kv head, recomputed core": ("llama", {"kv_heads": 1}, {}, None, recomputed_sdpa),
 }
 
@@ -169,7 +163,7 @@ def close(found: Tensor, wanted: Tensor, name: str = "", tolerance: float = 1e-9
 def test_tp_2_equals_the_dense_model(rank, case):
     """2 AdamW steps, with padding and without, of two lengths; then evaluation."""
     family, built_with, *_ = CASES[case]
-    dense = getattr(models, family)(**built_with).double()
+    dense = getattr(models, family)(layers=1, **built_with).double()
     model = copy.deepcopy(dense)
     run, scheduled = initialize(model, schedule_of(case), tp=2)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-5) for each in (dense, model)]
@@ -201,7 +195,7 @@ def collectives(family: str, built_with: dict[str, Any], options: dict[str, Any]
         if steps is not None:
             steps(sch)
 
-    run, _ = initialize(getattr(models, family)(layers=3, **built_with), schedule, tp=2)
+    run, _ = initialize(getattr(models, family)(layers=2, **built_with), schedule, tp=2)
     batch = models.batch(padded=True)
     run(**batch)
     with CommDebugMode() as mode:
@@ -215,7 +209,6 @@ def collectives(family: str, built_with: dict[str, Any], options: dict[str, Any]
         ("gpt2", {}, {}, traced),
         ("gpt2", {}, SP, traced),
         ("gpt2", {}, {}, fused_gelu),
-        ("gpt2", {}, {}, whole_blocks),
         ("gpt2", {}, {}, recomputed_sdpa),
         ("llama", {}, {}, traced),
         ("llama", BIASED, SP, fused_gate),
@@ -224,7 +217,7 @@ def collectives(family: str, built_with: dict[str, Any], options: dict[str, Any]
 @on_ranks(2)
 def test_graphs_add_no_collective(rank, family, built_with, options, steps):
     wanted = collectives(family, built_with, options, None)
-    assert sum(wanted.values()) >= 4 * 3
+    assert sum(wanted.values()) >= 4 * 2
     assert collectives(family, built_with, options, steps) == wanted
 
 
@@ -238,10 +231,10 @@ def test_recomputing_inside_a_random_stream_of_the_rank_changes_not_one_bit(rank
     """Attention dropout draws from the rank's own stream; two steps show that it goes on from where it would."""
     found = {}
     for steps, seed in [(traced, 5), (recomputed_core, 5), (recomputed_core, 6)]:
-        model = models.gpt2(**hidden_dropout(0.3)).double()
+        model = models.gpt2(layers=1, **hidden_dropout(0.3)).double()
         torch.manual_seed(seed)
 
-        def schedule(sch: Schedule, steps: Steps = steps) -> None:
+        def schedule(sch: Schedule, *, steps: Steps = steps) -> None:
             apply_schedule(sch, "gpt2", {"sequence_parallel": sequence_parallel})
             steps(sch)
 
@@ -302,11 +295,12 @@ def test_random_stream_of_an_inlined_dropout_is_the_ranks_own(rank, compiler):
 
 def on_engine(stage: int, tp: int, family: str, built_with: dict[str, Any], schedule: Any) -> None:
     """3 steps of an engine against AdamW on the dense model, with padding masks."""
-    dense = getattr(models, family)(**built_with)
+    dense = getattr(models, family)(layers=1, **built_with)
     model = copy.deepcopy(dense)
     settings = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.1,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": settings},
     }
@@ -324,6 +318,7 @@ def on_engine(stage: int, tp: int, family: str, built_with: dict[str, Any], sche
         close(loss.float(), losses[dp_rank], f"loss of step {step}", 1e-5)
         engine.backward(loss)
         engine.step()
+        nn.utils.clip_grad_norm_(dense.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
     full = on_deepspeed.consolidate(engine)

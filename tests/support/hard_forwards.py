@@ -119,12 +119,6 @@ class Sizes:
     def broadcast(self, x):
         return x + x[:1] + x[:, :1].expand(-1, x.shape[1], -1) + x.new_ones(x.shape[1], 1)
 
-    def caught(self, x):
-        try:
-            return x.reshape(-1, 24)
-        except RuntimeError:
-            return self.fc(x)
-
     def returned(self, x):
         return x * 2, x.shape[0], [x.shape[1] * 2], x.dim()
 
@@ -270,9 +264,6 @@ class Modes:
     def strides(self, x):
         return self.fc(x) if x.is_contiguous() else self.other(x)
 
-    def stride_numbers(self, x):
-        return x * x.stride(1) + x.stride()[0] + x.storage_offset()
-
     def compiling(self, x):
         return x * 2 if torch.jit.is_tracing() or torch.compiler.is_compiling() or torch.jit.is_scripting() else x
 
@@ -378,7 +369,6 @@ CALLS = {
     "asks_leaf": lambda inner, x, k: inner(x * 1 if k else x),
     "contiguous": lambda inner, x, k: inner((x.mT.contiguous().mT if k else x) * 1),
     "strides": lambda inner, x, k: inner(x.mT.contiguous().mT if k else x),
-    "stride_numbers": lambda inner, x, k: inner(x.mT.contiguous().mT if k else x),
     "is_a_parameter": lambda inner, x, k: inner(nn.Parameter(x.detach()) if k else x),
     "conditional": lambda inner, x, k: inner(x, use=True) if k == 2 else inner(x, k == 0),
     "collections": lambda inner, x, k: inner(
