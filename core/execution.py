@@ -58,6 +58,12 @@ class Plan:
     # parameter name -> how many neighbouring ranks hold the same slice and each see a part of its gradient
     partial_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def is_graph_only(self) -> bool:
+        """Whether nothing happens but the graph: the short way of ``run``."""
+        plain = Plan(self.mesh, graph=self.graph, decomposed=self.decomposed)
+        return self.graph is not None and not self.mesh.is_virtual and self == plain
+
 
 def plan_of(module: nn.Module) -> Plan | None:
     """The module's plan, None where no primitive changed how it runs."""
@@ -94,6 +100,9 @@ def run(
 ) -> Any:
     """The forward of a scheduled module; of a linear on request without its bias."""
     plan: Plan = module.__dict__["_partbook_plan"]
+    if plan.is_graph_only:
+        assert plan.graph is not None
+        return plan.graph(module, forward, *args, **kwargs)
     if plan.mesh.is_virtual and not is_pretended():
         raise RuntimeError(
             f"this {type(module).__name__} is scheduled on a virtual mesh (tp={plan.mesh.tp}): it can be planned, "

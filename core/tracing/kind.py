@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
-from ..execution import has_cache, original_class, without_caches
+from ..execution import original_class
 from .snapshot import PLAIN, Read
 from .symbols import expression
 
@@ -86,17 +86,16 @@ class Arranger:
         given.update(kwargs)
         return given
 
-    def without_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call without key-value caches, and without the one that a stack would make and return."""
-        args, kwargs = without_caches(args, kwargs)
+    def using_none(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call without the key-value cache that a stack would make and return."""
         makes_one = self._may_make_caches and "use_cache" not in self._positional[: len(args)]
         if "use_cache" in kwargs or makes_one:
             kwargs = {**kwargs, "use_cache": False}
         return args, kwargs
 
-    def wants_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call brings a key-value cache or asks a stack to make one."""
-        return has_cache(args, kwargs) or (self._may_make_caches and kwargs.get("use_cache") is True)
+    def asks_for_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the call asks a stack to make and return a key-value cache."""
+        return self._may_make_caches and kwargs.get("use_cache") is True
 
 
 def arranger_of(module: nn.Module) -> Arranger:
@@ -141,6 +140,8 @@ class _Writer:
         }
         self._replace = replace
         self._known: dict[Any, str] = {}
+        # the places that sizes are read off
+        self._defining: set[str] = set()
 
     def constant(self, value: Any) -> str:
         name = f"c{len(self.names)}"
@@ -192,6 +193,10 @@ class _Writer:
             self.refuse(f"not isinstance({value}, Tensor)", found, value)
             self.lines.append(f"{leaf.placeholder} = {value}")
         else:
+            if leaf.constant is None:
+                found = f"the argument {_literal(name)} was None, now it is a %s"
+                self.refuse(f"{value} is not None", found, f"type({value}).__name__")
+                return
             constant = self.constant(leaf.constant)
             found = f"the argument {_literal(name)} was {_literal(leaf.constant)}, now it is a %s"
             unequal = f"type({value}) is not type({constant}) or {value} != {constant}"
@@ -210,8 +215,11 @@ class _Writer:
                     if not (size.is_number or size in self._known) and size.is_Symbol is only_symbols:
                         self._known[size] = f"size{len(self._known)}"
                         self.lines.append(f"{self._known[size]} = {place}")
+                        self._defining.add(place)
         for node, sizes in dims:
             for place, size in sizes:
+                if place in self._defining:
+                    continue
                 wanted = str(size) if size.is_number else self._known[size]
                 shape = f"tuple({node.name}.shape)" if "val" in node.meta else node.name
                 self.refuse(f"{place} != {wanted}", f"{place} must be %s, but {node.name!r} is %s", wanted, shape)

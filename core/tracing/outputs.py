@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import TraceError
 from ..execution import without_caches
 from .kind import CONSTANTS
+from .library import appearance
+from .snapshot import Read, Snapshot
 from .symbols import SIZES, expression
 
 if TYPE_CHECKING:
@@ -77,6 +79,14 @@ class Outputs:
 
 
 @dataclass(frozen=True)
+class _Known:
+    """The outputs of one leaf, and what it read: another that looks the same and agrees in it has the same."""
+
+    outputs: Outputs | None
+    reads: tuple[Read, ...]
+
+
+@dataclass(frozen=True)
 class _Run:
     output: Any
     tensors: dict[int, Tensor]
@@ -90,26 +100,57 @@ class Leaves:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._plain = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[Any, Outputs | None] = {}
+        self._known: dict[Any, list[_Known]] = {}
+        self._appearances: dict[int, Any] = {}
+        # the leaf that is being described: the paths of its modules, and what was read of them
+        self._paths: dict[int, str] = {}
+        self._reads: dict[tuple[str, str], Read] = {}
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Outputs | None]:
         """The output for symbolic inputs, and its description; None for that where the leaf ran on the symbols."""
         # A cache that a run fills would be another one for the next run; it changes no shape.
         args, kwargs = without_caches(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (id(module), module.training, torch.is_grad_enabled(), spec, tuple(map(_key, leaves)))
-        if key not in self._known:
-            self._known[key] = self._describe(module, forward, leaves, spec)
-        outputs = self._known[key]
-        if outputs is not None:
-            return self._make(outputs, leaves), outputs
+        look = self._appearance(module)
+        key = (look, module.training, torch.is_grad_enabled(), spec, tuple(map(_key, leaves)))
+        alike = self._known.setdefault(key, [])
+        known = next((known for known in alike if all(read.holds(module) for read in known.reads)), None)
+        if known is None:
+            known = self._collected(module, lambda: self._describe(module, forward, leaves, spec))
+            alike.append(known)
+        self._session.leaf_has_read(module, known.reads)
+        if known.outputs is not None:
+            return self._make(known.outputs, leaves), known.outputs
         try:
             return forward(*args, **kwargs), None
         except TraceError:
             raise
         except Exception as error:
-            outputs = self._known[key] = self._of_copy(module, leaves, spec, error)
-            return self._make(outputs, leaves), outputs
+            why = error
+        alike.remove(known)
+        alike.append(self._collected(module, lambda: self._of_copy(module, leaves, spec, why)))
+        outputs = alike[-1].outputs
+        assert outputs is not None
+        return self._make(outputs, leaves), outputs
+
+    def note(self, module: nn.Module, name: str, value: Any, of_class: bool) -> None:
+        """Some Python has read an attribute of a module: perhaps of the leaf that is being described."""
+        path = self._paths.get(id(module))
+        if path is not None and (path, name) not in self._reads:
+            self._reads[path, name] = Read(path, name, Snapshot.of(value), of_class)
+
+    def _collected(self, module: nn.Module, describe: Callable[[], Outputs | None]) -> _Known:
+        self._paths = {id(below): path for path, below in module.named_modules()}
+        self._reads = {}
+        try:
+            return _Known(describe(), tuple(self._reads.values()))
+        finally:
+            self._paths = {}
+
+    def _appearance(self, module: nn.Module) -> Any:
+        if id(module) not in self._appearances:
+            self._appearances[id(module)] = appearance(module)
+        return self._appearances[id(module)]
 
     def run_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a function that stays whole."""

@@ -297,10 +297,9 @@ class Recorder:
 
     # ------------------------------------------------------------------ what Python relied on
 
-    def read(self, path: str, name: str, value: Any) -> None:
+    def read(self, path: str, name: str, value: Any, of_class: bool) -> None:
         """The forward read the attribute ``name`` of one of its modules."""
         if (path, name) not in self._reads:
-            of_class = name not in vars(self.module.get_submodule(path))
             self._reads[path, name] = Read(path, name, Snapshot.of(value), of_class)
 
     def check_side_effects(self) -> None:

@@ -17,6 +17,7 @@ from ..errors import Problem
 from ..match import Place
 from ..patterns import Attribute, Found
 from .fused import Compiler, checkpoint_problems, checkpointed, compiled, fuse_problems, grouped, label_of
+from .modes import Spy
 from .region import carve, problems_of
 from .region import parameter as parameter_node
 from .traced import RewriteError
@@ -131,7 +132,6 @@ class ReplaceAt(AtMatch):
     def _trial(self, found: Found, module: nn.Module) -> tuple[Any, bool]:
         """Run ``new`` on fake tensors: its outputs must look like those of the match. Gives them, and whether it draws
         random numbers."""
-        from .session import Spy
 
         new = module.get_submodule(self.name) if self.name else self.new
         mode = next(node.meta["val"].fake_mode for node in found.outputs)

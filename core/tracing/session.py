@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,15 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.overrides import TorchFunctionMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..collectives import pretended
 from ..errors import TraceError
-from ..execution import own_forward, plan_of
+from ..execution import own_forward, plan_of, without_caches
 from .isolation import Untouched
 from .kind import arranger_of
+from .modes import Calls, Shapes, Spy
 from .outputs import Leaves, Outputs
 from .patches import patched
 from .recorder import Recorder, Recording
@@ -41,55 +41,6 @@ class _Recorded(BaseException):
     """The module is recorded: the rest of the model need not run."""
 
 
-class _Shapes(ShapeEnv):
-    """Reports each condition on sizes that the recorded module's own Python evaluated.
-
-    Those that torch or a leaf evaluate do not matter: they are evaluated again whenever the graph runs.
-    """
-
-    session: Session | None = None
-
-    def evaluate_expr(self, orig_expr: Any, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        value = super().evaluate_expr(orig_expr, hint, *args, **kwargs)
-        session = self.session
-        if session is not None and session.recorder is not None and not session.is_busy:
-            session.recorder.size_condition(orig_expr, value)
-        return value
-
-
-class Spy(TorchDispatchMode):
-    """Sees below a torch call whether it draws random numbers."""
-
-    random = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.random |= torch.Tag.nondeterministic_seeded in function.tags
-        return function(*args, **(kwargs or {}))
-
-    @contextmanager
-    def separately(self) -> Iterator[Spy]:
-        """What happens inside, apart from what happened before; afterwards both count."""
-        before, self.random = self.random, False
-        try:
-            yield self
-        finally:
-            self.random |= before
-
-
-class _Calls(TorchFunctionMode):
-    """Hands each torch call of the recorded module's Python to its recorder."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self._session = session
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self._session.recorder
-        if recorder is None or self._session.is_busy or self._session.is_other_thread:
-            return function(*args, **(kwargs or {}))
-        return recorder.call(function, args, kwargs or {})
-
-
 class Session:
     """Records the forward of ``target``, a module of ``root``; ``leaves`` are functions that stay one node each."""
 
@@ -97,7 +48,7 @@ class Session:
         self.root, self.path = root, path
         self.target = root.get_submodule(path)
         self.leaf_functions = tuple(leaves)
-        self.shapes = _Shapes()
+        self.shapes = Shapes()
         self.shapes.session = self
         self.fake = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
         self.spy = Spy()
@@ -208,7 +159,7 @@ class Session:
             stack.enter_context(_quiet_log())
             fakes = self._as_fakes((args, dict(kwargs)))
             # The Python dispatcher: composite kernels in C++ would fix symbolic sizes.
-            for mode in (self.fake, enable_python_dispatcher(), self.spy, _Calls(self)):
+            for mode in (self.fake, enable_python_dispatcher(), self.spy, Calls(self)):
                 stack.enter_context(mode)
             yield fakes
 
@@ -250,7 +201,7 @@ class Session:
         **kwargs: Any,
     ) -> Any:
         arranger = arranger_of(module)
-        args, kwargs = arranger.without_caches(args, kwargs)
+        args, kwargs = arranger.using_none(*without_caches(args, kwargs))
         given = arranger(args, kwargs)
         if given is None:
             return forward(*args, **kwargs)
@@ -309,13 +260,23 @@ class Session:
         """Some Python read a plain attribute of a module."""
         if isinstance(value, nn.Module | Tensor):
             return
+        of_class = name not in module.__dict__
+        self._leaves.note(module, name, value, of_class)
         path = self._inside(module)
         if path is None:
             return
         if self.recorder is not None and not self.is_busy:
-            self.recorder.read(path, name, value)
+            self.recorder.read(path, name, value, of_class)
         elif (path, name) not in self._leaf_reads:
-            self._leaf_reads[path, name] = Read(path, name, Snapshot.of(value))
+            self._leaf_reads[path, name] = Read(path, name, Snapshot.of(value), of_class)
+
+    def leaf_has_read(self, leaf: nn.Module, reads: Sequence[Read]) -> None:
+        """What the outputs of a leaf depend on, which another leaf that looks the same has read before."""
+        above = self._inside(leaf)
+        if above is not None:
+            for read in reads:
+                path = f"{above}.{read.path}".strip(".")
+                self._leaf_reads.setdefault((path, read.name), replace(read, path=path))
 
     # ------------------------------------------------------------------ modules that are called
 

@@ -40,6 +40,8 @@ class Snapshot:
 
     kind: type
     content: Any
+    # the content are the attributes of an object
+    of_attributes: bool = False
     # attributes that were None until the forward gave them a value: either is the same
     defaults: tuple[tuple[str, Any], ...] = ()
 
@@ -49,31 +51,41 @@ class Snapshot:
             return Snapshot(type(value), value)
         if isinstance(value, _CONTAINERS):
             return Snapshot(type(value), type(value)(value) if type(value) in _CONTAINERS else value)
-        return Snapshot(type(value), dict(vars(value)) if hasattr(value, "__dict__") else value)
+        if hasattr(value, "__dict__"):
+            return Snapshot(type(value), dict(_attributes(value)), of_attributes=True)
+        return Snapshot(type(value), value)
 
     def holds(self, value: Any) -> bool:
         if value is self.content:
             return True
         if type(value) is not self.kind:
             return False
-        if not isinstance(value, (*PLAIN, *_CONTAINERS)) and hasattr(value, "__dict__"):
-            content = dict(vars(value))
-            for name, default in self.defaults:
-                if content.get(name) == default:
-                    content[name] = None
-            return _equal(content, self.content)
-        return _equal(value, self.content)
+        if not self.of_attributes:
+            return _equal(value, self.content)
+        if not self.defaults:
+            return _equal(_attributes(value), self.content)
+        content = dict(_attributes(value))
+        for name, default in self.defaults:
+            if content.get(name) == default:
+                content[name] = None
+        return _equal(content, self.content)
 
     def settled(self, value: Any) -> Snapshot:
         """With what the forward has set on an object that had not been set before (a configuration's problem type)."""
-        if isinstance(value, (*PLAIN, *_CONTAINERS)) or not hasattr(value, "__dict__"):
+        if not self.of_attributes:
             return self
         unset = {name for name, content in self.content.items() if content is None}
-        defaults = tuple((name, v) for name, v in vars(value).items() if name in unset and isinstance(v, PLAIN) and v)
+        found = _attributes(value).items()
+        defaults = tuple((name, v) for name, v in found if name in unset and isinstance(v, PLAIN) and v is not None)
         return replace(self, defaults=defaults)
 
     def __str__(self) -> str:
         return repr(self.content) if isinstance(self.content, PLAIN) else f"this {self.kind.__name__}"
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    # Past a __getattribute__ of its own, which costs more than the comparison: this runs at every call.
+    return object.__getattribute__(value, "__dict__")
 
 
 @dataclass(frozen=True)

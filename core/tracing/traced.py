@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..collectives import is_pretended
 from ..errors import GuardError, Problem, TraceError
-from ..execution import has_past
+from ..execution import has_cache, has_past, without_caches
 from .code import compile_graph
 from .examples import tensors_of
 from .isolation import ModesKept
@@ -158,6 +158,7 @@ class Traced:
     rewrites: tuple[Rewrite, ...] = ()
     stand_ins: dict[str, nn.Module] = field(default_factory=dict)
     kinds: list[Kind] = field(default_factory=list)
+    _last: Kind | None = field(default=None, init=False)
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if is_pretended():
@@ -165,22 +166,27 @@ class Traced:
             with present(module, self.stand_ins):
                 return forward(*args, **kwargs)
         arranger = self.arranger
-        is_training = module.training and torch.is_grad_enabled()
-        if arranger.wants_cache(args, kwargs) and (not is_training or has_past(module, args, kwargs)):
-            if self.stand_ins:
+        if has_cache(args, kwargs) or arranger.asks_for_cache(kwargs):
+            is_training = module.training and torch.is_grad_enabled()
+            if is_training and not has_past(module, args, kwargs):
+                args, kwargs = without_caches(args, kwargs)
+            elif not self.stand_ins:
+                # Nothing was taken out of it: its own forward does the same, and writes the cache.
+                return forward(*args, **kwargs)
+            else:
                 raise GuardError(
                     f"{self.path or 'the model'}: parts of it were replaced in its graph, which cannot write a "
                     "key-value cache\n  hint: use_cache=False"
                 )
-            # Nothing was taken out of it: its own forward does the same, and writes the cache.
-            return forward(*args, **kwargs)
-        args, kwargs = arranger.without_caches(args, kwargs)
+        args, kwargs = arranger.using_none(args, kwargs)
         given = arranger(args, kwargs)
         if given is None:
             return forward(*args, **kwargs)
-        for kind in self.kinds:
+        # The next call is likely to be of the same kind.
+        for kind in (self._last, *self.kinds) if self._last else self.kinds:
             values = kind.accept(module, given)
             if type(values) is tuple:
+                self._last = kind
                 return kind(module, values)
         return self._new_kind(module, forward, args, kwargs, given)
 

@@ -149,7 +149,7 @@ def test_tree_names_the_place():
     sch, attn = scheduled()
     attn.checkpoint(at=attn.match(blocks.core))
     [line] = [line for line in str(sch).splitlines() if "Attention" in line]
-    assert "traced  checkpoint(at=core(transpose_3, matmul, mul, add, softmax, dropout, matmul_1))" in line
+    assert line.endswith("traced  core recomputed")
 
 
 class InPlace(nn.Module):

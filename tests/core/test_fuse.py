@@ -59,8 +59,7 @@ def test_mask_of_another_seed_is_another_one():
 def test_tree_names_the_regions():
     sch, _ = fused(None)
     [line] = [line for line in str(sch).splitlines() if "Feed" in line]
-    assert "fuse(match=bias_gelu(add, gelu), compiler=None)" in line
-    assert "fuse(match=drop_add_norm(drop, add_1, norm), compiler=None)" in line
+    assert line.endswith("traced  bias_gelu fused  drop_add_norm fused")
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -1,4 +1,4 @@
-"""``replace`` at a match: what is refused, with nothing changed; ties, buffers and children that are called elsewhere."""
+"""``replace`` at a match: what is refused, with nothing changed; ties, buffers, children that are called elsewhere."""
 
 import pytest
 import torch
