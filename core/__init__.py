@@ -11,6 +11,7 @@ from .errors import ScheduleError as ScheduleError
 from .errors import TraceError as TraceError
 from .errors import WeightsError as WeightsError
 from .errors import user_line as user_line
+from .execution import RUNTIMES as RUNTIMES
 from .history import History as History
 from .history import Step as Step
 from .layout import Layout as Layout

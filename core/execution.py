@@ -209,6 +209,20 @@ def _is_cache(x: Any) -> bool:
     return caches is not None and isinstance(x, caches.Cache)
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Packages whose hooks only look after parameters, and may as well not be called for a module whose work a graph does.
+RUNTIMES: set[str] = set()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anybody but a runtime has hooks on this module."""
+    return any(module.__dict__[hooks] and any(map(_is_users, module.__dict__[hooks].values())) for hooks in _HOOKS)
+
+
+def _is_users(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").partition(".")[0] not in RUNTIMES
+
+
 def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a module is called with a key-value cache."""
     caches = sys.modules.get("transformers.cache_utils")

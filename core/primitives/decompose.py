@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import Problem
-from ..execution import change_plan, plan_of
+from ..execution import change_plan, has_hooks, plan_of
 from ..primitive import Primitive, Site
 from ..roles import is_linear
 
@@ -34,7 +34,7 @@ class Decompose(Primitive):
             yield Problem("it has no bias", "its product is all that it computes")
         elif plan is not None and plan.decomposed:
             yield Problem("it is decomposed already")
-        elif module._forward_hooks or module._forward_pre_hooks:
+        elif has_hooks(module):
             yield Problem("it has hooks, which would not be called any more", "remove them first")
         elif plan is not None and plan.checkpoint:
             yield Problem("it is checkpointed", "checkpoint what is around it")

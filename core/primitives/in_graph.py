@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import Problem, TraceError
 from ..exchange import Exchange
-from ..execution import change_plan, plan_of
+from ..execution import change_plan, has_hooks, plan_of
 from ..match import Match, Place
 from ..patterns import Attribute
 from ..primitive import Site
@@ -92,7 +92,10 @@ class InGraph:
     def apply(self) -> None:
         site = self._site
         if self._name is None:
-            apply_rewrite(site, self._match, self._rewrite)
+            instead = dict.fromkeys(self._leaves(), getattr(self._new, "__name__", repr(self._new)))
+            graphs = rewritten(site, self._match, self._rewrite)
+            graphs = dataclasses.replace(graphs, bypassed={**graphs.bypassed, **instead})
+            change_plan(site.module, site.mesh, graph=graphs)
             return
         new = made(self._new, site.module).train(site.module.training)
         exchange = self._exchange(new)
@@ -131,10 +134,10 @@ class InGraph:
         """The children whose calls go away must not be needed, nor what was scheduled on them lost."""
         for path, nodes in self._leaves().items():
             leaf = self._site.module.get_submodule(path)
-            plan, hooks = plan_of(leaf), leaf._forward_hooks or leaf._forward_pre_hooks
+            plan = plan_of(leaf)
             if plan is not None and (plan.syncs or plan.kernel or plan.graph or plan.random != "default"):
                 yield Problem(f"other primitives have changed {path!r}, whose call would go", "replace before them")
-            elif hooks:
+            elif has_hooks(leaf):
                 yield Problem(f"{path!r} has hooks, which would not be called any more", "remove them first")
             elif self._loses_weights(leaf, path, nodes):
                 yield Problem(
@@ -180,9 +183,11 @@ class InGraph:
         return Exchange(old, new, self._mapping)
 
     def _outside(self) -> set[int]:
-        leaves = {id(below) for path in self._leaves() for below in self._site.module.get_submodule(path).modules()}
-        places = self._site.state.model.modules()
-        return {id(p) for module in places if id(module) not in leaves for p in module._parameters.values()}
+        leaves = [f"{self._site.path}.{path}".strip(".") for path in self._leaves()]
+        # Every path of a module that stands in several places, not only its first.
+        places = self._site.state.model.named_modules(remove_duplicate=False)
+        outside = (m for path, m in places if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves))
+        return {id(parameter) for module in outside for parameter in module._parameters.values()}
 
     def _stand_ins(self, new: nn.Module) -> dict[str, nn.Module]:
         """For the children whose weights ``new`` takes over: the module's own forward calls them when it is recorded

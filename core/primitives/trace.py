@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import nn
-
 from ..errors import Problem, TraceError
 from ..execution import change_plan, plan_of
 from ..primitive import Primitive, Site
@@ -51,31 +49,33 @@ class Trace(Primitive):
             yield Problem(
                 f"this {type(site.module).__name__} runs on a kernel of its shards", "trace the module around it"
             )
-        elif not self._inputs(site.state.model):
+        elif not self._inputs(site):
             name = type(site.state.model).__name__
             yield Problem(
                 f"no example inputs are known for a {name}", "trace(inputs={argument of the model: tensor, ...})"
             )
         else:
             try:
-                self._traced(site)
+                self.graphs(site)
             except TraceError as error:
                 yield Problem(str(error))
 
     def apply(self, site: Site) -> None:
         # The graphs are in the library since the check.
-        change_plan(site.module, site.mesh, graph=self._traced(site))
+        change_plan(site.module, site.mesh, graph=self.graphs(site))
 
     def touches(self, site: Site) -> Iterator[str]:
         return iter(())
 
-    def _inputs(self, model: nn.Module) -> list[Mapping[str, Any]]:
-        return [*default_inputs(model)] if self.inputs is None else [self.inputs]
+    def _inputs(self, site: Site) -> list[Mapping[str, Any]]:
+        if self.inputs is None:
+            return [*default_inputs(site.state.model, site.mesh.tp)]
+        return [self.inputs]
 
-    def _traced(self, site: Site) -> Traced:
-        model = site.state.model
-        arranger, inputs = arranger_of(site.module), tuple(self._inputs(model))
-        return Traced(site.path, arranger, site.state.library, inputs, self.leaves).traced(model)
+    def graphs(self, site: Site) -> Traced:
+        """What ``apply`` gives the module. Raises TraceError."""
+        arranger, inputs = arranger_of(site.module), tuple(self._inputs(site))
+        return Traced(site.path, arranger, site.state.library, inputs, self.leaves).traced(site.state.model)
 
 
 def graph_of(site: Site) -> Traced | None:
@@ -113,8 +113,21 @@ def no_longer_shown(state: State, path: str) -> None:
     for i in range(len(names)):
         around, below = Site(state, ".".join(names[:i])), ".".join(names[i:])
         traced = graph_of(around)
-        if traced is not None and any(below == inlined for kind in traced.kinds for inlined, _ in kind.relies_on):
+        if traced is not None and any(below == relied.path for kind in traced.kinds for relied in kind.relies_on):
             change_plan(around.module, state.mesh, graph=traced.emptied())
+
+
+def bypassed(site: Site) -> Iterator[Problem]:
+    """Why nothing that is done to this module would have an effect: a graph around it does not call it."""
+    names = site.path.split(".") if site.path else []
+    for i in range(len(names)):
+        traced, below = graph_of(Site(site.state, ".".join(names[:i]))), ".".join(names[i:])
+        for path, instead in traced.bypassed.items() if traced is not None else ():
+            if below == path or below.startswith(f"{path}."):
+                around = ".".join(names[:i]) or "the model"
+                yield Problem(
+                    f"the graph of {around!r} does not call it any more, but {instead}", "do it before replace"
+                )
 
 
 def unfinished(site: Site) -> Iterator[Problem]:

@@ -48,8 +48,11 @@ def tensors_of(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     )
 
 
-def default_inputs(model: nn.Module) -> list[dict[str, Any]]:
-    """What a transformers model is trained with: with a padding mask and without; empty for any other model."""
+def default_inputs(model: nn.Module, multiple: int = 1) -> list[dict[str, Any]]:
+    """What a transformers model is trained with: with a padding mask and without; empty for any other model.
+
+    Lengths divide by ``multiple``, as sequence parallelism wants.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return []
@@ -60,10 +63,10 @@ def default_inputs(model: nn.Module) -> list[dict[str, Any]]:
         return [{"pixel_values": TensorLike((_BATCH, getattr(config, "num_channels", 3), 64, 96), torch.float32)}]
     if model.main_input_name != "input_ids":
         return []
-    ids = TensorLike((_BATCH, _LENGTH), torch.int64)
+    ids = TensorLike((_BATCH, _LENGTH * multiple), torch.int64)
     inputs = {"input_ids": ids}
     if "decoder_input_ids" in known:
-        inputs["labels" if labels else "decoder_input_ids"] = TensorLike((_BATCH, _SHORT), torch.int64)
+        inputs["labels" if labels else "decoder_input_ids"] = TensorLike((_BATCH, _SHORT * multiple), torch.int64)
     elif labels and "labels" in known:
         inputs["labels"] = ids
     return [{**inputs, "attention_mask": ids}, inputs] if "attention_mask" in known else [inputs]

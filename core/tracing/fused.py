@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import Problem
+from ..execution import plan_of
 from .code import Code, NoSelf, code_of, compile_graph
 from .lowering import hoist_attributes, inline_modules, inline_regions
 from .region import Region, cut_out, describe, is_size, problems_of
@@ -40,6 +41,11 @@ def fuse_problems(
             f"{describe(node)} is recomputed in the backward pass, which a compiled region cannot contain",
             "fuse first, then checkpoint around it",
         )
+    calls = {str(node.target): owner.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
+    problems = [problem for path, child in calls.items() for problem in _not_compiled(path, child)]
+    yield from problems
+    if problems:
+        return
     if compiler == "torchscript" and not recomputed:
         part, _ = cut_out(graph, nodes, outputs)
         inline_regions(part)
@@ -58,6 +64,19 @@ def fuse_problems(
                     f"TorchScript refuses the region: {_first_line(error)}",
                     'leave that operation out of the nodes, or fuse with compiler="inductor"',
                 )
+
+
+def _not_compiled(path: str, child: nn.Module) -> Iterator[Problem]:
+    """What happens at the call of a child that compiled code would leave out."""
+    plan = plan_of(child)
+    if plan is not None and plan.random != "default" and plan.mesh.tp > 1:
+        yield Problem(
+            f"{path!r} has a random stream of its own, which a compiled region cannot switch to",
+            "fork_rng on the module around it, or leave it out of the nodes",
+        )
+    if any(below._backward_hooks or below._backward_pre_hooks for below in child.modules()):
+        found = f"{path!r} ({type(child).__name__}) has backward hooks, which a compiled region does not call"
+        yield Problem(found, "remove them first, or leave it out of the nodes")
 
 
 def checkpoint_problems(

@@ -13,12 +13,9 @@ from typing import Any
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer, Proxy, TraceError
 
-from ..execution import plan_of
+from ..execution import has_hooks, plan_of
 from .region import Region
 
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 # Python that could take another way for a stand-in than for a tensor, or that leaves something behind.
 _NOT_STRAIGHT = (
     ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try, ast.With, ast.Assert, ast.comprehension, ast.Match,
@@ -87,7 +84,7 @@ def _why_opaque(module: nn.Module) -> str:
     """Why the calls of ``module`` must stay calls, "" where nothing speaks against inlining them."""
     for name, each in module.named_modules():
         at = f"its child {name!r}" if name else "it"
-        if any(each.__dict__.get(hooks) for hooks in _HOOKS):
+        if has_hooks(each):
             return f"{at} has hooks"
         if plan_of(each) is not None:
             return f"other primitives have changed how {at} runs"

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from .session import Session
 
 VALUE_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-_STEPS = (2, 3, 5, 7, 11, 13), (5, 2, 11, 3, 7, 17)
+# Multiples of what a forward may want a size to divide by, such as the ranks that share a sequence.
+_STEPS = (24, 48, 72, 96, 120, 144), (72, 24, 144, 48, 96, 120)
 
 
 class _NoFit(Exception):
@@ -132,6 +133,10 @@ class Leaves:
         outputs = alike[-1].outputs
         assert outputs is not None
         return self._make(outputs, leaves), outputs
+
+    def forget(self) -> None:
+        self._known.clear()
+        self._appearances.clear()
 
     def note(self, module: nn.Module, name: str, value: Any, of_class: bool) -> None:
         """Some Python has read an attribute of a module: perhaps of the leaf that is being described."""

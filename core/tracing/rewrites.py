@@ -39,7 +39,7 @@ class AtMatch(ABC):
         """What the graph has now, in few words."""
 
     def __call__(self, graph: fx.Graph, module: nn.Module) -> Sequence[str]:
-        """Rewrite in place; gives the modules whose training flags the match relied on. Raises RewriteError."""
+        """Rewrite in place; gives the children of whose settings the graph depends from now on. Raises RewriteError."""
         found = self.place.locate(graph, module)
         if found is None and self.is_needed():
             raise RewriteError([Problem(f"a kind of call has no match of {self.place.match}")])
@@ -48,12 +48,18 @@ class AtMatch(ABC):
         problems = list(self.problems(graph, found, module))
         if problems:
             raise RewriteError(problems)
+        relied = [attribute.path.rpartition(".")[0] for attribute, _ in found.modes]
+        relied += self.takes_over(found)
         self.rewrite(graph, found, module)
-        return [attribute.path.rpartition(".")[0] for attribute, _ in found.modes]
+        return relied
 
     def is_needed(self) -> bool:
         """Whether every graph must have the place; else one without it is right, only not faster."""
         return False
+
+    def takes_over(self, found: Found) -> list[str]:
+        """The children whose calls go away with the match."""
+        return []
 
     @abstractmethod
     def problems(self, graph: fx.Graph, found: Found, module: nn.Module) -> Sequence[Problem]: ...
@@ -106,6 +112,9 @@ class ReplaceAt(AtMatch):
     def summary(self) -> str:
         return f"{self.place.match.title} by {self.name or _name(self.new)}"
 
+    def takes_over(self, found: Found) -> list[str]:
+        return [str(node.target) for node in found.nodes if node.op == "call_module"]
+
     def is_needed(self) -> bool:
         # weights have moved: what is not replaced would have none
         return self.name is not None
@@ -137,6 +146,9 @@ class ReplaceAt(AtMatch):
         mode = next(node.meta["val"].fake_mode for node in found.outputs)
         on_meta = isinstance(new, nn.Module) and any(parameter.is_meta for parameter in new.parameters())
         spy = Spy()
+        caches = torch.is_autocast_cache_enabled()
+        # it would keep fake casts of real weights
+        torch.set_autocast_cache_enabled(False)
         try:
             with torch.no_grad(), pretended(), mode, spy:
                 inputs = [_value(item, module, mode.shape_env, on_meta) for item in found.inputs]
@@ -146,6 +158,8 @@ class ReplaceAt(AtMatch):
         except Exception as error:
             found_ = f"{_name(new)} does not run on the inputs of the match: {type(error).__name__}: {error}"
             raise RewriteError([Problem(found_)]) from error
+        finally:
+            torch.set_autocast_cache_enabled(caches)
         results = result if isinstance(result, tuple | list) else (result,)
         if len(results) != len(found.outputs) or not all(
             _may_take(node, value, found) for node, value in zip(found.outputs, results, strict=True)

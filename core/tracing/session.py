@@ -64,6 +64,7 @@ class Session:
         names = path.split(".") if path else []
         self._open = {id(root.get_submodule(".".join(names[:i]))) for i in range(len(names) + 1)}
         self._recordings: list[Recording] = []
+        self._recorders: list[Recorder] = []
         self._is_reached = False
 
     # ------------------------------------------------------------------ state
@@ -149,8 +150,8 @@ class Session:
         """The world in which forwards are recorded, and the arguments as fake tensors."""
         with ExitStack() as stack:
             stack.enter_context(self.untouched)
-            # What is saved for the backward of fake tensors is no concern of a recomputation around.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_identity, _identity))
+            # Nothing is saved for a backward that will not be, nor counted by a recomputation around.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing))
             if torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
@@ -161,7 +162,17 @@ class Session:
             # The Python dispatcher: composite kernels in C++ would fix symbolic sizes.
             for mode in (self.fake, enable_python_dispatcher(), self.spy, Calls(self)):
                 stack.enter_context(mode)
-            yield fakes
+            try:
+                yield fakes
+            finally:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the values of the run: their history holds the parameters as they are now, before a shard."""
+        for recorder in self._recorders:
+            recorder.values.forget()
+        self._recorders.clear()
+        self._leaves.forget()
 
     def _as_fakes(self, tree: Any) -> Any:
         known: dict[int, Tensor] = {}
@@ -218,6 +229,7 @@ class Session:
 
     def _record(self, module: nn.Module, given: dict[str, Any], forward: Callable[[], Any]) -> Recording:
         recorder = Recorder(self, module)
+        self._recorders.append(recorder)
         self._leaf_reads: dict[tuple[str, str], Read] = {}
         with self.busy():
             arguments = recorder.inputs(given)
@@ -325,8 +337,8 @@ class Session:
         return self.recorder.call(function, args, kwargs, functools.partial(self._leaves.run_function, function))
 
 
-def _identity(x: Any) -> Any:
-    return x
+def _nothing(x: Any) -> Any:
+    return None
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..collectives import is_pretended
 from ..errors import GuardError, Problem, TraceError
-from ..execution import has_cache, has_past, without_caches
+from ..execution import has_cache, has_hooks, has_past, without_caches
 from .code import compile_graph
 from .examples import tensors_of
 from .isolation import ModesKept
@@ -23,7 +23,7 @@ from .library import Library
 from .recorder import Recording
 from .region import Region
 from .session import Session, training_set
-from .snapshot import Read
+from .snapshot import PLAIN, Read
 
 # A forward that is called in ever new ways (a Python loop over the length) gains nothing from graphs.
 _MOST_KINDS = 32
@@ -65,8 +65,8 @@ class Kind:
     reads: tuple[Read, ...] = ()
     # the example inputs with which it was recorded before the module was first called
     inputs: Any = None
-    # children that it does the work of, or whose training flag it relies on, with that flag
-    relies_on: tuple[tuple[str, bool], ...] = ()
+    # children that it does the work of, or whose training flag it relies on
+    relies_on: tuple[Relied, ...] = ()
     _run: Callable[..., Any] | None = None
     _modes: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
@@ -88,12 +88,10 @@ class Kind:
 
     def accept(self, module: nn.Module, given: dict[str, Any]) -> tuple[Any, ...] | str:
         """The values of the graph's placeholders, or the reason why it is not good for the call."""
-        for path, training in self.relies_on:
-            child = module.get_submodule(path)
-            if child.training is not training:
-                return f"{path}.training was {training}"
-            if child._forward_hooks or child._forward_pre_hooks:
-                return f"{path!r} had no hooks"
+        for relied in self.relies_on:
+            reason = relied.differs(module)
+            if reason:
+                return reason
         return self.takes(module, given)
 
     def holds_for(self, module: nn.Module) -> bool:
@@ -124,10 +122,38 @@ class Kind:
         for node in graph.nodes:
             if isinstance(node.target, Region):
                 relied += node.target.inlined
-        flags = {path: module.get_submodule(path).training for path in relied}
-        return dataclasses.replace(
-            self, graph=graph, relies_on=tuple({**dict(self.relies_on), **flags}.items()), _run=None
-        )
+        known = {each.path for each in self.relies_on}
+        new = (Relied.of(path, module) for path in dict.fromkeys(relied) if path not in known)
+        return dataclasses.replace(self, graph=graph, relies_on=(*self.relies_on, *new), _run=None)
+
+
+@dataclass(frozen=True)
+class Relied:
+    """A child that a graph does the work of: with these settings, and without hooks."""
+
+    path: str
+    settings: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(path: str, module: nn.Module) -> Relied:
+        attributes = vars(module.get_submodule(path)).items()
+        return Relied(path, tuple((name, value) for name, value in attributes if isinstance(value, (*PLAIN, tuple))))
+
+    @property
+    def training(self) -> bool:
+        return dict(self.settings)["training"]
+
+    def differs(self, module: nn.Module) -> str:
+        """Why the graph is not good for the module as it is now, "" where it is."""
+        try:
+            child = module.get_submodule(self.path)
+        except AttributeError:
+            # a rewrite has taken it out
+            return ""
+        for name, value in self.settings:
+            if child.__dict__.get(name) != value:
+                return f"{self.path}.{name} was {value}, now it is {child.__dict__.get(name)}"
+        return f"{self.path!r} had no hooks" if has_hooks(child) else ""
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
@@ -157,6 +183,8 @@ class Traced:
     leaves: tuple[Callable[..., Any], ...] = ()
     rewrites: tuple[Rewrite, ...] = ()
     stand_ins: dict[str, nn.Module] = field(default_factory=dict)
+    # children that are there, but not called any more, and what is called in their place
+    bypassed: dict[str, str] = field(default_factory=dict)
     kinds: list[Kind] = field(default_factory=list)
     _last: Kind | None = field(default=None, init=False)
 
@@ -232,8 +260,8 @@ class Traced:
 
     def _in_modes(self, kind: Kind, module: nn.Module) -> Iterator[Kind]:
         """The kind rewritten; twice where what it becomes depends on the training flags of children."""
-        known = dict(kind.relies_on).values()
-        modes = {kind.training} if kind.training is not None else set(known) or {True, False}
+        known = {relied.training for relied in kind.relies_on}
+        modes = {kind.training} if kind.training is not None else known or {True, False}
         for training in sorted(modes, reverse=True):
             with training_set(module, training):
                 new = self.rewritten(kind, module)

@@ -40,8 +40,7 @@ class Values:
     def track(self, tensor: Tensor, node: fx.Node) -> None:
         # The tensor is kept, so that no other one gets its id.
         self._tensors[id(tensor)] = (tensor, node)
-        # Detached: the history of the recorded run would keep the parameters as they are now.
-        node.meta.update(val=tensor.detach(), requires_grad=tensor.requires_grad, storage=storage(tensor))
+        node.meta.update(val=_look(tensor), requires_grad=tensor.requires_grad, storage=storage(tensor))
 
     def node_for(self, value: Any) -> Any:
         """What stands for ``value`` in the arguments of a node."""
@@ -88,8 +87,7 @@ class Values:
         if name not in self._attribute_nodes:
             with self.graph.inserting_before(self._first_operation()):
                 node = self.graph.get_attr(name)
-            look = torch.empty_like(tensor)
-            node.meta.update(val=look, requires_grad=tensor.requires_grad, storage=storage(tensor))
+            node.meta.update(val=_look(tensor), requires_grad=tensor.requires_grad, storage=storage(tensor))
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
 
@@ -118,6 +116,10 @@ class Values:
                 self.has_fixed_device = True
                 return device
         return self._devices[device]
+
+    def forget(self) -> None:
+        self._tensors.clear()
+        self._attributes.clear()
 
     def known(self, tensor: Tensor) -> fx.Node | None:
         found = self._tensors.get(id(tensor))
@@ -150,6 +152,12 @@ def _tensors_of(module: nn.Module) -> dict[int, tuple[Tensor, str]]:
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
                 found.setdefault(id(value), (value, f"{path}.{name}".lstrip(".")))
     return found
+
+
+def _look(tensor: Tensor) -> Tensor:
+    """A fake tensor that looks the same. Not even detached, the original must not be kept: a view keeps its base, and
+    the history of the recorded run the parameters' gradient accumulators, of the shapes from before a shard."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

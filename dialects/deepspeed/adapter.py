@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from partbook.core import (
+    RUNTIMES,
     Mesh,
     PartbookError,
     Schedule,
@@ -30,6 +31,9 @@ from .arguments import schedule_options
 from .config import load, resolve
 from .mpu import MeshUnit
 from .weights import refuse_partial_saves
+
+# ZeRO-3's hooks fetch a module's parameters; those that are read elsewhere it fetches when they are read.
+RUNTIMES.add("deepspeed")
 
 # The untouched one: a launcher may have put another in its place.
 _deepspeed_initialize = deepspeed.initialize

@@ -8,7 +8,7 @@ from torch.nn import functional
 import blocks
 import models
 from blocks import ATTENTION, FEED
-from partbook.core import Match, PatternError, create_schedule, module
+from partbook.core import Match, PatternError, ScheduleError, create_schedule, module
 from replays import assert_refused, assert_replays, assert_unchanged
 
 
@@ -83,16 +83,19 @@ def test_predicate_gives_one_match_for_each_operation_that_it_takes():
     assert feed.find(node=lambda node: node.target == "nothing") == []
 
 
-@pytest.mark.parametrize(
-    "find", [lambda s: s.find(gelu), lambda s: s.match(lambda x: module("c_fc")(x)), lambda s: s.graphs()]
-)
+@pytest.mark.parametrize("find", ["find", "match"])
 def test_module_is_traced_by_need_once_and_the_step_is_recorded(find):
-    """Default inputs: a transformers model needs no example."""
+    """Default inputs: a transformers model needs no example. What finds nothing leaves the module as it is."""
     sch = create_schedule(models.gpt2())
     mlp = sch["transformer.h.1.mlp"]
-    find(mlp)
+    assert mlp.find(gelu) == []
+    assert len(mlp.graphs()) == 1
+    with pytest.raises(ScheduleError, match="no match"):
+        mlp.match(gelu)
+    assert verbs(sch) == []
+    getattr(mlp, find)(lambda x: module("c_fc")(x))
     assert verbs(sch) == [("transformer.h.1.mlp", "trace")]
-    mlp.find(gelu)
+    mlp.find(lambda x: module("act")(x))
     assert verbs(sch) == [("transformer.h.1.mlp", "trace")]
     assert_replays(sch, models.gpt2())
 

@@ -263,9 +263,8 @@ def drop_add_norm(x: Any, residual: Any) -> Any:
     return module("norm")(module("drop")(x) + residual)
 
 
-@pytest.mark.parametrize("compiler", [None, "torchscript", "inductor"])
 @on_ranks(2, timeout=180)
-def test_random_stream_of_an_inlined_dropout_is_the_ranks_own(rank, compiler):
+def test_random_stream_of_a_grouped_dropout_is_the_ranks_own(rank):
     """Asked for after the fusion, it takes effect all the same: masks of the ranks differ."""
 
     def outputs(*, forked: bool) -> Tensor:
@@ -274,8 +273,7 @@ def test_random_stream_of_an_inlined_dropout_is_the_ranks_own(rank, compiler):
 
         def schedule(sch: Schedule) -> None:
             sch.trace(inputs={"x": torch.zeros(2, 5, 8)})
-            if compiler != "torchscript" or not forked:
-                sch.fuse(sch.match(drop_add_norm), compiler=compiler)
+            sch.fuse(sch.match(drop_add_norm), compiler=None)
             if forked:
                 sch["drop"].fork_rng()
 
