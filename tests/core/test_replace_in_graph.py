@@ -322,13 +322,13 @@ def test_generation_with_a_cache_goes_on_where_nothing_was_taken_out():
 # ------------------------------------------------------------------------------------------- values that only leave
 
 
-def eager_core(q, k, v, mask, p, training):
+def eager_core(q, k, v, mask, p, training, dtype):
     probs = functional.softmax(torch.matmul(q, k.transpose(-1, -2)) * 8**-0.5 + mask, dim=-1)
-    probs = functional.dropout(probs, p, training)
+    probs = functional.dropout(probs.type(dtype), p, training)
     return torch.matmul(probs, v), probs
 
 
-def efficient_core(q, k, v, mask, p, training):
+def efficient_core(q, k, v, mask, p, training, dtype):
     hidden = functional.scaled_dot_product_attention(q, k, v, mask, p if training else 0.0, scale=8**-0.5)
     return hidden, None
 

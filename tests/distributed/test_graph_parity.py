@@ -63,9 +63,9 @@ def fused_gate(sch: Schedule) -> None:
         mlp.fuse(mlp.match(gated), compiler="torchscript")
 
 
-def eager_core(q: Any, k: Any, v: Any, mask: Any, p: Any, training: Any) -> Any:
+def eager_core(q: Any, k: Any, v: Any, mask: Any, p: Any, training: Any, dtype: Any) -> Any:
     probs = functional.softmax(torch.matmul(q, k.transpose(-1, -2)) * 8**-0.5 + mask, dim=-1)
-    probs = functional.dropout(probs, p, training)
+    probs = functional.dropout(probs.type(dtype), p, training)
     return torch.matmul(probs, v), probs
 
 
