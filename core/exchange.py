@@ -68,11 +68,11 @@ class Exchange:
             if not isinstance(expression, Source):
                 tied = [source for source in expression.names() if id(self.old[source]) in outside]
                 if tied:
-                    yield Problem(f"{', '.join(tied)}: tied to a parameter outside, which would come apart")
+                    yield Problem(f"{', '.join(tied)} is tied to a parameter outside and would come apart")
         first: dict[int, str] = {}
         for name, parameter in self.old.items():
             if first.setdefault(id(parameter), name) != name:
-                yield Problem(f"{name!r} is tied to {first[id(parameter)]!r}, which would come apart")
+                yield Problem(f"{name!r} is tied to {first[id(parameter)]!r} and would come apart")
 
     def fill(self, state: State) -> None:
         """Give ``new`` its parameters; ``settle`` comes after it has its place in the model."""

@@ -101,7 +101,7 @@ class Shard(Primitive):
             known = differs(module)
             if known is not None and own_name == "weight":
                 yield Problem(
-                    f"{path!r} is a {known.__name__} with a forward of its own: what its slice computes is not known",
+                    f"{path!r}, derived from {known.__name__}, has its own forward: what a slice computes is not known",
                     "replace it by modules that are known, then shard these",
                 )
             if not isinstance(module, nn.Embedding) or self.axis % parameter.ndim != 0:

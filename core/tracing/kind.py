@@ -223,9 +223,19 @@ class _Writer:
                 wanted = str(size) if size.is_number else self._known[size]
                 shape = f"tuple({node.name}.shape)" if "val" in node.meta else node.name
                 self.refuse(f"{place} != {wanted}", f"{place} must be %s, but {node.name!r} is %s", wanted, shape)
-            if "same_as" in node.meta:
-                first = node.meta["same_as"]
+        self._identities([node for node in placeholders if "val" in node.meta])
+
+    def _identities(self, tensors: Sequence[fx.Node]) -> None:
+        """Python may have asked which arguments are one tensor, and a write through one name shows in the other."""
+        for i, node in enumerate(tensors):
+            first = node.meta.get("same_as")
+            if first is not None:
                 self.refuse(f"{node.name} is not {first}", f"{first!r} and {node.name!r} were one tensor")
+                continue
+            others = [other.name for other in tensors[:i] if "same_as" not in other.meta]
+            if others:
+                same = " or ".join(f"{node.name} is {other}" for other in others)
+                self.refuse(same, f"{node.name!r} was another tensor than {' and '.join(map(repr, others))}")
 
     def _dims(self, node: fx.Node) -> Iterator[tuple[str, Any]]:
         if "val" in node.meta:

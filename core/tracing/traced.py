@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -297,17 +297,14 @@ class Traced:
         return dataclasses.replace(self, kinds=list(self.kinds))
 
 
-class present:
-    """Inside, ``modules`` are children of ``module`` again."""
-
-    def __init__(self, module: nn.Module, modules: dict[str, nn.Module]) -> None:
-        self._places = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2], child)
-                        for path, child in modules.items()]  # fmt: skip
-
-    def __enter__(self) -> None:
-        for parent, name, child in self._places:
-            parent._modules[name] = child
-
-    def __exit__(self, *error: object) -> None:
-        for parent, name, _ in self._places:
+@contextmanager
+def present(module: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, ``modules`` are children of ``module``, by their paths below it."""
+    places = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in modules]
+    for (parent, name), child in zip(places, modules.values(), strict=True):
+        parent._modules[name] = child
+    try:
+        yield
+    finally:
+        for parent, name in places:
             del parent._modules[name]

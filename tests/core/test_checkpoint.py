@@ -114,3 +114,19 @@ def test_sharding_the_loss_of_a_checkpointed_model_is_refused(tp):
     assert_refused(
         sch, lambda s: s.shard_loss("lm_head"), "the model is checkpointed as a whole", "checkpoint its blocks"
     )
+
+
+@pytest.mark.parametrize("make", [models.gpt2, models.llama])
+def test_prefix_in_the_cache_is_not_lost_in_training(make):
+    """A cache that holds keys already was dropped like an empty one: as if the prefix had not been there."""
+    prefix, ids = models.batch(size=2, length=6)["input_ids"], models.batch(size=2, length=7)["input_ids"]
+    dense, model = make().train(), make().train()
+    sch = create_schedule(model)
+    for block in sch.select("transformer.h.*" if make is models.gpt2 else "model.layers.*"):
+        block.checkpoint()
+    for each in (model, dense):
+        past = each.eval()(prefix, use_cache=True).past_key_values
+        each.train()
+        each.trained = each(ids, past_key_values=past, use_cache=True).logits
+    torch.testing.assert_close(model.trained, dense.trained)
+    assert not torch.allclose(dense.trained, dense(ids).logits, atol=1e-3)

@@ -200,3 +200,19 @@ def test_embedding_features_that_a_slice_cannot_honour_are_refused(option, throu
     sch = toy(**option)
     message = f"the embedding 'words' uses {name}, which a slice cannot honour"
     assert_refused(sch, lambda s: s[through].shard("weight", axis=0), message)
+
+
+class Scaled(nn.Embedding):
+    """As some of transformers' embeddings: what it looks up is scaled."""
+
+    def forward(self, ids):
+        return super().forward(ids) * 4
+
+
+def test_subclass_with_a_forward_of_its_own_is_refused():
+    """A slice of it was looked up without the scale: wrong numbers, no error."""
+    model = models.Toy(tied=False)
+    model.words = Scaled(10, 8)
+    sch = create_schedule(model, Mesh(tp=2))
+    found = "'words', derived from Embedding, has its own forward: what a slice computes is not known"
+    assert_refused(sch, lambda s: s["words"].shard("weight", axis=0), found, "replace it by modules that are known")

@@ -149,15 +149,22 @@ OTHER_CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", OTHER_CALLS)
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_other_kinds_of_call_get_graphs_of_their_own(name, call):
-    """Traced with ids, mask and labels; nothing of that may be frozen into what another call computes."""
+@functools.cache
+def traced_at_three_levels(name):
+    """The model, and the untouched one. Kept between tests: a call may come after any other."""
     family = zoo.FAMILIES[name]
     model, eager = zoo.make(name, "eager"), zoo.make(name, "eager")
     sch = create_schedule(model)
     for level in ("root", "block", "attention"):
         sch[family.levels[level]].trace(inputs=family.inputs(*TRACED))
+    return model, eager
+
+
+@pytest.mark.parametrize("call", OTHER_CALLS)
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_other_kinds_of_call_get_graphs_of_their_own(name, call):
+    """Traced with ids, mask and labels; nothing of that may be frozen into what another call computes."""
+    family, (model, eager) = zoo.FAMILIES[name], traced_at_three_levels(name)
     inputs = OTHER_CALLS[call](model, family)
     zoo.assert_same(zoo.step(model, **inputs), zoo.step(eager, **inputs))
     # and back

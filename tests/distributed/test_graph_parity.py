@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import models
 import partbook.dialects.deepspeed as on_deepspeed
-from partbook.core import Schedule, apply_schedule, cat, consolidate, gradients, module
+from partbook.core import Schedule, cat, consolidate, find_schedule, gradients, module
 from partbook.dialects.pytorch import initialize
 from partbook.schedules.parallel import column, enter, row, split_vocabulary
 from ranks import on_ranks
@@ -139,7 +139,7 @@ def schedule_of(case: str) -> Callable[[Schedule], None]:
         if before is not None:
             before(sch)
         if options is not None:
-            apply_schedule(sch, family, options)
+            find_schedule(family)(sch, options)
         if after is not None:
             after(sch)
 
@@ -191,7 +191,7 @@ def test_tp_2_equals_the_dense_model(rank, case):
 
 def collectives(family: str, built_with: dict[str, Any], options: dict[str, Any], steps: Steps | None) -> Any:
     def schedule(sch: Schedule) -> None:
-        apply_schedule(sch, family, options)
+        find_schedule(family)(sch, options)
         if steps is not None:
             steps(sch)
 
@@ -235,7 +235,7 @@ def test_recomputing_inside_a_random_stream_of_the_rank_changes_not_one_bit(rank
         torch.manual_seed(seed)
 
         def schedule(sch: Schedule, *, steps: Steps = steps) -> None:
-            apply_schedule(sch, "gpt2", {"sequence_parallel": sequence_parallel})
+            find_schedule("gpt2")(sch, {"sequence_parallel": sequence_parallel})
             steps(sch)
 
         _, scheduled = initialize(model, schedule, tp=2)
@@ -326,7 +326,7 @@ def on_engine(stage: int, tp: int, family: str, built_with: dict[str, Any], sche
 
 def traced_and_fused(sch: Schedule) -> None:
     """Everything is traced, with a mask and without, before the engine takes the parameters away."""
-    apply_schedule(sch, "gpt2", {})
+    find_schedule("gpt2")(sch, {})
     traced(sch)
     fused_gelu(sch, "torchscript")
     recomputed_sdpa(sch)

@@ -108,7 +108,7 @@ REFUSED = [
     ("--schedule train.py:plan train.py", "train.py has no function 'plan'; there are none"),
     (
         "--schedule gpt2 --schedule-arg fuse_qvk=1 train.py",
-        "--schedule gpt2: schedule 'gpt2' has no option 'fuse_qvk'; did you mean 'fuse_qkv'?",
+        "--schedule gpt2: schedule 'gpt2' has no option 'fuse_qvk'; did you mean 'fuse_qkv'",
     ),
     ("--schedule gpt2 --schedule-arg fuse_qkv=maybe train.py", "option fuse_qkv='maybe' of schedule 'gpt2' is no bool"),
     ("--schedule gpt2 --schedule-arg fuse_qkv train.py", "--schedule-arg 'fuse_qkv' is not KEY=VALUE"),

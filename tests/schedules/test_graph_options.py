@@ -137,7 +137,7 @@ def test_only_blocks_that_are_not_recomputed_have_their_core_recomputed():
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_all_options_together_replay_and_copy(name):
     options = {"fuse_activation": True, "efficient_attention": True, "checkpoint_attention": True}
-    options |= {"fuse_norm": True} if name == "llama" else {}
+    options |= {"fuse_norm": True, "fuse_qkv": True, "fuse_gate_up": True} if name == "llama" else {"fuse_qkv": True}
     sch = scheduled(name, options, **EAGER)
     assert_replays(sch, getattr(models, name)(**EAGER))
     model = build(sch).model
