@@ -1,5 +1,6 @@
 """The schedule language: the public names."""
 
+from .collectives import is_tracing as is_tracing
 from .consolidate import consolidate as consolidate
 from .consolidate import gradients as gradients
 from .consolidate import save_pretrained as save_pretrained

@@ -17,27 +17,27 @@ from torch.distributed import ProcessGroup
 from torch.distributed import _functional_collectives as functional  # noqa: F401  (registers the operators)
 
 _ops = torch.ops._c10d_functional
-_is_pretended = False
+_is_tracing = False
 
 
 @contextmanager
 def pretended() -> Iterator[None]:
     """Inside, collectives give tensors of the right shapes and communicate nothing: for a run on fake tensors."""
-    global _is_pretended
-    before, _is_pretended = _is_pretended, True
+    global _is_tracing
+    before, _is_tracing = _is_tracing, True
     try:
         yield
     finally:
-        _is_pretended = before
+        _is_tracing = before
 
 
-def is_pretended() -> bool:
-    return _is_pretended
+def is_tracing() -> bool:
+    return _is_tracing
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of every rank's ``x``; no backward."""
-    if _is_pretended:
+    if _is_tracing:
         return torch.empty_like(x)
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
@@ -59,7 +59,7 @@ class _Finished:
 
 def start_sum_(x: Tensor, group: ProcessGroup) -> Pending:
     """Begin ``sum_over`` in place; ``finish`` waits for it. ``x`` is contiguous and nobody else's; no backward."""
-    if _is_pretended:
+    if _is_tracing:
         return Pending(x, _Finished)
     if torch.compiler.is_compiling():
         # The compiler takes functional collectives only, and makes them in-place and asynchronous itself.
@@ -77,7 +77,7 @@ def finish(pending: Pending) -> Tensor:
 
 def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The elementwise maximum of every rank's ``x``; no backward."""
-    if _is_pretended:
+    if _is_tracing:
         return torch.empty_like(x)
     return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group.group_name))
 
@@ -85,7 +85,7 @@ def max_over(x: Tensor, group: ProcessGroup) -> Tensor:
 def gather_parts(x: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Every rank's ``x`` in rank order; no backward."""
     size = group.size()
-    if _is_pretended:
+    if _is_tracing:
         return [torch.empty_like(x) for _ in range(size)]
     stacked = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous().view(-1), size, group.group_name))
     return list(stacked.view(size, *x.shape).unbind())
@@ -107,7 +107,7 @@ def _scatter(x: Tensor, axis: int, group: ProcessGroup) -> Tensor:
 def _reduce_scatter(x: Tensor, axis: int, group: ProcessGroup) -> Tensor:
     if x.shape[axis] % group.size():
         _scatter(x, axis, group)  # raises
-    if _is_pretended:
+    if _is_tracing:
         return torch.empty_like(x.chunk(group.size(), dim=axis)[0])
     stacked = torch.cat(x.chunk(group.size(), dim=axis)) if axis % x.ndim else x.contiguous()
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from . import rng
-from .collectives import gather_parts, is_pretended, sum_over
+from .collectives import gather_parts, is_tracing, sum_over
 from .mesh import Mesh
 
 Forward = Callable[..., Any]
@@ -103,7 +103,7 @@ def run(
     if plan.is_graph_only:
         assert plan.graph is not None
         return plan.graph(module, forward, *args, **kwargs)
-    if plan.mesh.is_virtual and not is_pretended():
+    if plan.mesh.is_virtual and not is_tracing():
         raise RuntimeError(
             f"this {type(module).__name__} is scheduled on a virtual mesh (tp={plan.mesh.tp}): it can be planned, "
             "counted and filled with weights; to run it, schedule it on the mesh of a dialect"
@@ -141,7 +141,7 @@ def _on_stream(plan: Plan, training: bool, call: Forward, /, *args: Any, **kwarg
 
 def _stream(plan: Plan, training: bool) -> AbstractContextManager[None]:
     # Drawing a seed looks at a value, which a run on fake tensors does not have.
-    if not training or plan.mesh.tp == 1 or plan.random == "default" or is_pretended():
+    if not training or plan.mesh.tp == 1 or plan.random == "default" or is_tracing():
         return nullcontext()
     return rng.forked(plan.mesh.tp_rank) if plan.random == "forked" else rng.shared()
 

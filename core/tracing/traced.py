@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from ..collectives import is_pretended
+from ..collectives import is_tracing
 from ..errors import GuardError, Problem, TraceError
 from ..execution import has_cache, has_hooks, has_past, without_caches
 from .code import compile_graph
@@ -189,7 +189,7 @@ class Traced:
     _last: Kind | None = field(default=None, init=False)
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_pretended():
+        if is_tracing():
             # Another module is being traced, of which this one is a leaf.
             with present(module, self.stand_ins):
                 return forward(*args, **kwargs)

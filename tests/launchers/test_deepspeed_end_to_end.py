@@ -149,6 +149,8 @@ def test_two_nodes_run_a_module(alone: dict[str, Any], config: Path, tmp_path: P
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "train.py").write_text((SCRIPTS / "loop.py").read_text())
     (tmp_path / "beside.py").touch()
+    # DeepSpeed's launchers make it too, and on one machine one of two may find it half made
+    (tmp_path / "logs").mkdir()
     node = (
         *(*PARTBOOK, "--hostfile", "hosts", "--no_ssh", "--master_addr", "localhost", "--master_port", free_port()),
         *("--schedule", "gpt2", "--no_local_rank", "--module", "--tp", 2, "--enable_each_rank_log", "logs"),
