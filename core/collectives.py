@@ -184,3 +184,22 @@ def scatter(x: Tensor, axis: int, group: ProcessGroup) -> Tensor:
 def reduce_scatter(x: Tensor, axis: int, group: ProcessGroup) -> Tensor:
     """Reduce-scatter along ``axis`` forward, all-gather backward."""
     return pair(x, lambda t: _reduce_scatter(t, axis, group), lambda grad: _gather(grad, axis, group))
+
+
+def broadcast_all(
+    pairs: Iterator[tuple[str, Tensor]] | None, source: int, group: ProcessGroup | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The (name, tensor) pairs of the group's rank ``source``, which passes them, on every rank of the group."""
+    is_source = pairs is not None
+    for name, tensor in pairs if pairs is not None else iter(lambda: ("", None), None):
+        header: list[Any] = [(name, tensor.shape, tensor.dtype, tensor.device.type) if tensor is not None else None]
+        dist.broadcast_object_list(header, group=group, group_src=source)
+        if header[0] is None:
+            return
+        name, shape, dtype, device = header[0]
+        sent = (
+            tensor.contiguous() if is_source and tensor is not None else torch.empty(shape, dtype=dtype, device=device)
+        )
+        dist.broadcast(sent, group=group, group_src=source)
+        yield name, sent
+    dist.broadcast_object_list([None], group=group, group_src=source)

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .collectives import gather_parts
+from .collectives import broadcast_all, gather_parts
 from .errors import PartbookError
 from .execution import original_class
 
 if TYPE_CHECKING:
+    from .mesh import Mesh
     from .scheduled import ScheduledModel
 
 # this rank's tensor of a present parameter; None leaves it out (a parameter without a gradient)
@@ -31,17 +32,17 @@ ReadParameter = Callable[[nn.Parameter], Tensor | None]
 def consolidate(scheduled: ScheduledModel, read: ReadParameter | None = None) -> dict[str, Tensor]:
     """The original model's state dict, full and exact: same keys, order, shapes and ties, without padding.
 
-    Collective: every rank of a tp group calls it, and every rank gets it. ``read`` gives this rank's tensor of a
+    Collective: every rank of a tp group and of a pipeline calls it, and every rank gets it. ``read`` gives this rank's tensor of a
     parameter where it is not the parameter itself; see ``gradients``. Raises RuntimeError on a virtual mesh.
     """
     full = {name: tensor.clone() for name, tensor in full_tensors(scheduled, read)}
-    full |= {name: buffer.clone() for name, buffer in _persistent_buffers(scheduled)}
+    full |= {name: buffer.clone() for name, buffer in persistent_buffers(scheduled)}
     ties = scheduled.ties
     return {key: full[ties.get(key, key)] for key in scheduled.original.keys if ties.get(key, key) in full}
 
 
 def gradients(scheduled: ScheduledModel, read: ReadParameter | None = None) -> dict[str, Tensor]:
-    """The gradient of every original parameter that has one, full, by its first name. Collective over tp.
+    """The gradient of every original parameter that has one, full, by its first name. Collective over tp and pp.
 
     ``read`` gives this rank's gradient of a parameter; by default ``.grad``.
     """
@@ -49,12 +50,28 @@ def gradients(scheduled: ScheduledModel, read: ReadParameter | None = None) -> d
 
 
 def full_tensors(scheduled: ScheduledModel, read: ReadParameter | None = None) -> Iterator[tuple[str, Tensor]]:
-    """(original name, full tensor), one present parameter at a time. Collective over tp."""
-    mesh, shapes = scheduled.mesh, scheduled.original.shapes
-    if mesh.is_virtual and scheduled.layouts:
+    """(original name, full tensor), one present parameter at a time. Collective over tp and pp."""
+    mesh = scheduled.mesh
+    if (mesh.is_virtual and scheduled.layouts) or (mesh.pp > 1 and mesh.pp_group is None):
         raise RuntimeError(
-            f"a virtual mesh (tp={mesh.tp}) has this rank's part only; consolidate on the mesh of a dialect"
+            f"a virtual mesh (tp={mesh.tp} pp={mesh.pp}) has this rank's part only; consolidate on the mesh of a dialect"
         )
+    own = (pair for name, pair in _own_tensors(scheduled, read) if not scheduled.is_copy(name))
+    yield from _of_all_stages(mesh, own)
+
+
+def _of_all_stages(mesh: Mesh, own: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """What the ranks of a pipeline have, one after the other, for each of them."""
+    if mesh.pp == 1:
+        yield from own
+        return
+    for source in range(mesh.pp):
+        yield from broadcast_all(own if source == mesh.pp_rank else None, source, mesh.pp_group)
+
+
+def _own_tensors(scheduled: ScheduledModel, read: ReadParameter | None) -> Iterator[tuple[str, tuple[str, Tensor]]]:
+    """(present name, (original name, full tensor)) of this pipeline rank. Collective over tp."""
+    mesh, shapes = scheduled.mesh, scheduled.original.shapes
     for name, parameter in scheduled.model.named_parameters():
         local = parameter.detach() if read is None else read(parameter)
         if local is None:
@@ -63,14 +80,15 @@ def full_tensors(scheduled: ScheduledModel, read: ReadParameter | None = None) -
         if layout is not None and mesh.tp > 1:
             assert mesh.tp_group is not None
             local = layout.merge(gather_parts(local, mesh.tp_group))
-        yield from scheduled.weights[name].invert(local, shapes)
+        for pair in scheduled.weights[name].invert(local, shapes):
+            yield name, pair
 
 
-def _persistent_buffers(scheduled: ScheduledModel) -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(scheduled: ScheduledModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of those that a state dict has. Collective over pp."""
     present = dict(scheduled.model.named_buffers(remove_duplicate=False))
-    for key in scheduled.original.keys:
-        if key in present:
-            yield key, present[key].detach()
+    own = ((key, present[key].detach()) for key in scheduled.original.keys if key in present)
+    yield from _of_all_stages(scheduled.mesh, own)
 
 
 def save_pretrained(
@@ -85,9 +103,9 @@ def save_pretrained(
     Collective: every rank calls it; the mesh's rank 0 writes, holding one file of ``max_shard_size`` bytes at a time.
     Files appear under their names only when all of them are complete.
     """
-    tensors = full_tensors(scheduled, read)
+    tensors = itertools.chain(full_tensors(scheduled, read), persistent_buffers(scheduled))
     if scheduled.mesh.rank == 0:
-        _write_folder(scheduled, itertools.chain(tensors, _persistent_buffers(scheduled)), Path(folder), max_shard_size)
+        _write_folder(scheduled, tensors, Path(folder), max_shard_size)
     else:
         # The other ranks take part in gathering.
         collections.deque(tensors, maxlen=0)
@@ -104,13 +122,13 @@ def _write_folder(scheduled: ScheduledModel, tensors: Iterator[tuple[str, Tensor
         writer.clean_up()
 
 
-def guard_save_pretrained(scheduled: ScheduledModel) -> None:
+def guard_save_pretrained(scheduled: ScheduledModel, model: nn.Module) -> None:
     """Keep ``model.save_pretrained`` from writing this rank's slices as if they were the model.
 
     It takes a full ``state_dict`` (transformers' Trainer passes one) and refuses everything else.
     """
-    if hasattr(scheduled.model, "save_pretrained"):
-        scheduled.model.save_pretrained = functools.partial(_save_whole, scheduled)  # type: ignore[assignment]
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_save_whole, scheduled)  # type: ignore[assignment]
 
 
 def _save_whole(
@@ -182,7 +200,7 @@ class _ShardWriter:
 
 
 def _write_configs(scheduled: ScheduledModel, folder: Path, dtype: torch.dtype) -> None:
-    model: Any = scheduled.model
+    model: Any = scheduled.original.skeleton
     if hasattr(model, "config"):
         config = copy.deepcopy(model.config)
         config.architectures = [original_class(model).__name__]

@@ -48,6 +48,8 @@ class Plan:
     kernel: Callable[..., Tensor] | None = None
     # the graph that runs in place of the module's own forward: (module, its forward, *args, **kwargs) -> output
     graph: Callable[..., Any] | None = None
+    # what such a graph is made of in the place of the module's own forward: (module, its forward, *args, **kwargs)
+    inside: Callable[..., Any] | None = None
     around: Around | None = None
     syncs: tuple[Sync, ...] = ()
     deferred_bias: bool = False
@@ -114,6 +116,8 @@ def run(
     call = forward
     if plan.kernel:
         call = functools.partial(plan.kernel, module, **({} if with_bias else {"with_bias": False}))
+    if plan.inside:
+        call = functools.partial(plan.inside, module, call)
     if plan.graph:
         call = functools.partial(plan.graph, module, call)
     if plan.around:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,6 +102,24 @@ def causal_lm_loss(
     )
     total = losses_N.masked_fill(~counted_N, 0).sum()
     return total / (counted_N.sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+_follows = False
+
+
+@contextmanager
+def loss_follows() -> Iterator[None]:
+    """Inside, a model computes its sharded loss: the head's output stays split."""
+    global _follows
+    before, _follows = _follows, True
+    try:
+        yield
+    finally:
+        _follows = before
+
+
+def is_loss_following() -> bool:
+    return _follows
 
 
 class VocabularyParallelLoss:

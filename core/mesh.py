@@ -42,6 +42,10 @@ class Mesh:
     rank: int = 0
     tp_group: ProcessGroup | None = field(default=None, repr=False, compare=False)
     dp_group: ProcessGroup | None = field(default=None, repr=False, compare=False)
+    # the ranks of one pipeline, by stage
+    pp_group: ProcessGroup | None = field(default=None, repr=False, compare=False)
+    # all ranks that hold one copy of the model: the same dp coordinate
+    model_group: ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for axis in ("dp", "pp", "tp"):
@@ -80,14 +84,14 @@ class Mesh:
 
     def at(self, rank: int) -> Self:
         """The same sizes seen from ``rank``, virtual."""
-        return replace(self, rank=rank, tp_group=None, dp_group=None)
+        return replace(self, rank=rank, tp_group=None, dp_group=None, pp_group=None, model_group=None)
 
-    def rank_groups(self, axis: Axis) -> list[list[int]]:
-        """The global ranks of every group along ``axis``, in the order in which every rank must create them."""
+    def rank_groups(self, *axes: Axis) -> list[list[int]]:
+        """The global ranks of every group along ``axes``, in the order in which every rank must create them."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             there = self.at(rank)
-            key = tuple(getattr(there, f"{other}_rank") for other in ("pp", "dp", "tp") if other != axis)
+            key = tuple(getattr(there, f"{other}_rank") for other in ("pp", "dp", "tp") if other not in axes)
             groups.setdefault(key, []).append(rank)
         return list(groups.values())
 

@@ -157,8 +157,15 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def rehearse(sch: Schedule, what: str | ScheduleFunction | ModelSchedule, options: Any = None) -> Schedule:
+def rehearse(
+    sch: Schedule,
+    what: str | ScheduleFunction | ModelSchedule,
+    options: Any = None,
+    then: Callable[[Schedule], None] | None = None,
+) -> Schedule:
     """``apply_schedule`` on a copy of the model on the meta device: what ``sch`` would become. Touches nothing.
+
+    ``then`` is done to the copy before it is built, such as automatic cuts.
 
     Raises ValueError for an unknown schedule or option, ScheduleError for a model that the schedule is not for and for
     every broken rule.
@@ -175,6 +182,8 @@ def rehearse(sch: Schedule, what: str | ScheduleFunction | ModelSchedule, option
             twin = trial.state.model.get_parameter(name)
             twin.grad = torch.empty_like(twin)
     schedule(_node(trial, sch.path), options)
+    if then is not None:
+        then(trial)
     build(trial)
     return trial
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, Self, overload
 
+import torch
 from torch import fx, nn
 
-from .errors import Problem, ScheduleError, TraceError, did_you_mean, user_line
+from .errors import GuardError, Problem, ScheduleError, TraceError, did_you_mean, user_line
 from .execution import plan_of
 from .history import History, Step
 from .match import Match, find_matches, find_nodes
 from .mesh import Mesh
 from .patterns import PatternError, matches_glob, nearest_miss
+from .pipeline.balance import MEASURES, Measure, choose_cuts
+from .pipeline.split import SplitError
 from .primitive import Primitive, Site
 from .primitives import (
     Annotate,
     Checkpoint,
+    CutPipelineStage,
     Decompose,
     ForkRng,
     Fuse,
@@ -30,6 +34,7 @@ from .primitives import (
 )
 from .primitives.trace import bypassed, changed, current, graph_of, no_longer_shown
 from .state import State
+from .tracing.examples import default_inputs, shapes_of
 from .tracing.traced import RewriteError
 
 P = ParamSpec("P")
@@ -188,6 +193,50 @@ class Schedule:
         self.state.history.append(Step(self.path, primitive, user_line()))
         return self
 
+    def cut_pipeline_stages(
+        self,
+        stages: int | None = None,
+        by: Measure = "flops",
+        inputs: Mapping[str, Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Cut the model into ``stages`` (default: the mesh's pp) so that the slowest is as fast as it can be.
+
+        Balanced are the ``by``: "parameters", "flops" (of the forward pass), or "time" (of forward and backward, taken
+        on ``device`` with random weights; ranks that measure by themselves may choose differently, so a dialect asks
+        one). Cuts are made after modules in lists of modules (blocks). ``inputs``: as for ``cut_pipeline_stage``. In
+        the history they are ``cut_pipeline_stage`` steps. Raises ScheduleError, changing nothing.
+        """
+        stages = self.mesh.pp if stages is None else stages
+        call = f"sch.cut_pipeline_stages(stages={stages}, by={by!r})"
+        problems = list(self._auto_problems(stages, by, inputs))
+        if problems:
+            raise ScheduleError(call, problems, user_line())
+        examples = shapes_of(inputs) or self.state.example_inputs or default_inputs(self.state.model, self.mesh.tp)[0]
+        try:
+            cuts = choose_cuts(self.state.model, stages, by, examples, torch.device(device)) if stages > 1 else []
+        except (SplitError, GuardError) as error:
+            problem = getattr(error, "problem", Problem(str(error)))
+            raise ScheduleError(call, [problem], user_line()) from error
+        for cut in cuts:
+            self[cut].cut_pipeline_stage(inputs=inputs)
+        return self
+
+    def _auto_problems(self, stages: int, by: str, inputs: Any) -> Iterator[Problem]:
+        if self.path:
+            yield Problem("automatic cuts are made in the whole model", "sch.cut_pipeline_stages(...)")
+        if self.state.cuts:
+            yield Problem(f"it is cut already, after {', '.join(map(repr, self.state.cuts))}")
+        if by not in MEASURES:
+            yield Problem(f"stages are balanced by one of {', '.join(MEASURES)}, not by {by!r}")
+        if by == "time" and self.mesh.tp > 1:
+            yield Problem(f"time is measured on one rank alone, which tp={self.mesh.tp} does not allow", 'by="flops"')
+        if stages < 1:
+            yield Problem(f"stages={stages} is not positive")
+        if inputs is None and self.state.example_inputs is None and not default_inputs(self.state.model):
+            name = type(self.state.model).__name__
+            yield Problem(f"no example inputs are known for a {name}", "inputs={argument of the model: tensor, ...}")
+
     def is_sharded(self, param: str) -> bool:
         """Whether parameter ``param`` of this module is split, through this or another of its names."""
         parameter = self.module._parameters.get(param)
@@ -205,6 +254,7 @@ class Schedule:
     trace = _verb(Trace)
     fuse = _verb(Fuse)
     decompose = _verb(Decompose)
+    cut_pipeline_stage = _verb(CutPipelineStage)
 
     def __str__(self) -> str:
         from .show import tree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,6 +13,9 @@ from .errors import Problem, ScheduleError, user_line
 from .history import History
 from .layout import Layout
 from .mesh import Mesh
+from .pipeline.cutting import cut_model
+from .pipeline.pipeline import Pipeline
+from .pipeline.stages import Stage, StageTie
 from .primitive import Site
 from .primitives.trace import unfinished
 from .roles import kind_of, output_of
@@ -31,6 +34,10 @@ class ScheduledModel:
     Names are those of ``model``'s present parameters, the first one where a parameter is tied. ``weights`` says what
     each is made of, ``layouts`` how it is split, ``ties`` maps every further name of an original tied tensor to its
     first. ``annotations`` are the user's, with ``partial_gradient`` among them.
+
+    Where the model is cut, ``stages`` are all its stages, in order; stage i is run by pipeline rank i modulo pp. With
+    pp > 1 ``model`` is this rank's part: the modules of its stages under their original paths. ``pipeline`` says what
+    each stage does with a batch, ``ties_across`` which parameters several pipeline ranks hold.
     """
 
     model: nn.Module
@@ -41,6 +48,9 @@ class ScheduledModel:
     syncs: Mapping[str, tuple[Sync, ...]]
     annotations: Mapping[str, Mapping[str, Any]]
     history: History
+    stages: tuple[Stage, ...] = ()
+    pipeline: Pipeline | None = None
+    ties_across: tuple[StageTie, ...] = ()
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -50,8 +60,15 @@ class ScheduledModel:
         """The unsharded, unpadded shape of the present parameter ``name``."""
         return self.weights[name].shape(self.original.shapes)
 
+    def is_copy(self, name: str) -> bool:
+        """Whether an earlier pipeline rank holds the parameter too."""
+        rank = self.mesh.pp_rank
+        return any(tie.names.get(rank) == name and tie.ranks[0] != rank for tie in self.ties_across)
+
     def counts_here(self, name: str) -> bool:
-        """Whether this rank counts the parameter in a sum over the tp group that takes every element once."""
+        """Whether this rank counts the parameter in a sum over tp and pp that takes every element once."""
+        if self.is_copy(name):
+            return False
         layout, rank = self.layouts.get(name), self.mesh.tp_rank
         return layout.is_first_replica(rank) if layout else rank == 0
 
@@ -76,9 +93,34 @@ def build(sch: Schedule) -> ScheduledModel:
         annotations=dict(state.annotations),
         history=state.history,
     )
-    if state.layouts or any(not isinstance(made, Source) for made in state.weights.values()):
-        guard_save_pretrained(scheduled)
+    if state.cuts or state.mesh.pp > 1:
+        scheduled = _with_stages(scheduled, sch)
+    if scheduled.model is not state.model or state.layouts or _are_remade(state):
+        guard_save_pretrained(scheduled, state.model)
     return scheduled
+
+
+def _are_remade(state: State) -> bool:
+    return any(not isinstance(made, Source) for made in state.weights.values())
+
+
+def _with_stages(scheduled: ScheduledModel, sch: Schedule) -> ScheduledModel:
+    """Cut as the schedule says. Raises ScheduleError where it cannot be, or does not fit the mesh."""
+    state = sch.state
+    cut = cut_model(state)
+    if cut.problems:
+        raise ScheduleError("build(sch)", cut.problems, user_line())
+    names = {name: state.canonical(parameter) for name, parameter in cut.model.named_parameters()}
+    return replace(
+        scheduled,
+        model=cut.model,
+        weights={name: state.weights[known] for name, known in names.items()},
+        layouts={name: state.layouts[known] for name, known in names.items() if known in state.layouts},
+        annotations={name: state.annotations[known] for name, known in names.items() if known in state.annotations},
+        stages=cut.stages,
+        pipeline=cut.pipeline,
+        ties_across=cut.ties,
+    )
 
 
 def _unfinished(state: State, path: str, module: nn.Module) -> Iterator[Problem]:

@@ -72,6 +72,12 @@ class State:
     annotations: dict[str, dict[str, Any]] = field(default_factory=dict)
     # paths of the heads whose loss is computed on vocabulary shards
     sharded_losses: list[str] = field(default_factory=list)
+    # paths of the modules after which a pipeline stage ends
+    cuts: list[str] = field(default_factory=list)
+    # of the whole model, by name; None: those that are known for its class
+    example_inputs: Mapping[str, Any] | None = None
+    # its pipeline, and what it was made for
+    pipeline: tuple[Any, Any] | None = None
     library: Library = field(default_factory=Library)
     _names: dict[int, str] | None = None
     _owners: dict[int, list[tuple[nn.Module, str, str]]] | None = None

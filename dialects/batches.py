@@ -27,7 +27,7 @@ def check_first_batch(model: nn.Module, mesh: Mesh) -> None:
         if module.training in checked:
             return
         checked.add(module.training)
-        mine = _digest(args, kwargs)
+        mine = digest(args, kwargs)
         everyone: list[Any] = [None] * mesh.tp
         dist.all_gather_object(everyone, mine, group=mesh.tp_group)
         if len(checked) == 2:
@@ -52,7 +52,8 @@ def _refuse_differences(everyone: list[dict[str, str]], mesh: Mesh) -> None:
         )
 
 
-def _digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+def digest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+    """The content of a call's arguments, by name, as text that can be compared and shown."""
     leaves, _ = tree_flatten_with_path((list(args), kwargs))
     return {_name(path): _text(value) for path, value in leaves if isinstance(value, Tensor | int | float | str | bool)}
 

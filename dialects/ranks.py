@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,43 +10,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from partbook.core import Mesh, rng
+from partbook.core.mesh import Axis
+
+# The axes of each group that a mesh has.
+_GROUPS: dict[str, tuple[Axis, ...]] = {
+    "tp_group": ("tp",),
+    "dp_group": ("dp",),
+    "pp_group": ("pp",),
+    "model_group": ("pp", "tp"),
+}
 
 
-def make_mesh(tp: int = 1) -> Mesh:
-    """The mesh of the running world: tp groups of neighbouring ranks, dp over what is left.
+def make_mesh(tp: int = 1, pp: int = 1) -> Mesh:
+    """The mesh of the running world: tp groups of neighbouring ranks, pp stages of ranks that are far apart, dp over
+    what is left.
 
     Collective: every rank calls it. Without torch.distributed, the mesh of a single process. Raises ValueError when
-    tp does not divide the world size.
+    tp * pp does not divide the world size.
     """
     if not dist.is_initialized():
-        if tp != 1:
-            raise ValueError(f"tp={tp} needs torch.distributed: start {tp} processes and init_process_group first")
+        if tp * pp != 1:
+            raise ValueError(
+                f"tp={tp} pp={pp} needs torch.distributed: start {tp * pp} processes and init_process_group first"
+            )
         return Mesh()
     world, rank = dist.get_world_size(), dist.get_rank()
-    plan = Mesh(dp=check_tp(tp, world), tp=tp, rank=rank)
+    plan = Mesh(dp=check_sizes(tp, pp, world), pp=pp, tp=tp, rank=rank)
     # Every rank creates every group, in the same order.
     groups = {}
-    for axis in ("tp", "dp"):
-        for ranks in plan.rank_groups(axis):
+    for name, axes in _GROUPS.items():
+        for ranks in plan.rank_groups(*axes):
             group = dist.new_group(ranks)
             if rank in ranks:
-                groups[axis] = group
-    return Mesh(dp=plan.dp, tp=tp, rank=rank, tp_group=groups["tp"], dp_group=groups["dp"])
+                groups[name] = group
+    return replace(plan, **groups)
 
 
-def check_tp(tp: int, world: int) -> int:
-    """The dp size of ``world`` ranks. Raises ValueError when tp does not divide it."""
-    if tp < 1 or world % tp:
+def check_sizes(tp: int, pp: int, world: int) -> int:
+    """The dp size of ``world`` ranks. Raises ValueError when tp * pp does not divide it."""
+    if pp == 1 and (tp < 1 or world % tp):
         works = [n for n in range(1, world + 1) if world % n == 0]
         raise ValueError(f"tp={tp} does not divide the world size {world}; tp could be one of {works}")
-    return world // tp
+    if tp < 1 or pp < 1 or world % (tp * pp):
+        works = [n for n in range(1, world // max(tp, 1) + 1) if world % (n * max(tp, 1)) == 0]
+        raise ValueError(f"tp={tp} * pp={pp} does not divide the world size {world}; pp could be one of {works}")
+    return world // (tp * pp)
 
 
 def seed_ranks(mesh: Mesh) -> None:
-    """Equal random streams within a tp group, where its first rank's stand; different ones for the dp ranks.
+    """Equal random streams within a tp group, where its first rank's stand; different ones for dp and pp ranks.
 
     The first rank's streams go on undisturbed, so whatever the script draws from them stays what it was.
     """
+    if mesh.pp > 1:
+        # Dropout of one stage must not repeat that of another.
+        first: list[Any] = [torch.initial_seed()]
+        dist.broadcast_object_list(first, group=mesh.model_group, group_src=0)
+        if mesh.pp_rank:
+            torch.manual_seed(first[0] + mesh.pp_rank * mesh.dp)
     if mesh.tp == 1 or mesh.is_virtual:
         return
     shared: list[Any] = [rng.get_streams(), torch.initial_seed()]
@@ -60,30 +82,31 @@ def seed_ranks(mesh: Mesh) -> None:
 
 
 def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
-    """Make a dense model equal on the ranks of a tp group, to the group's first rank's, where it is not.
+    """Make a dense model equal on the ranks that hold one copy of it, to the first rank's, where it is not.
 
     Scripts may seed every rank differently and count on data-parallel engines to broadcast rank 0's weights.
     """
-    if mesh.tp == 1 or mesh.is_virtual:
+    if mesh.tp * mesh.pp == 1 or mesh.model_group is None:
         return
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if not tensors:
         return
-    sums: list[Any] = [None] * mesh.tp
-    dist.all_gather_object(sums, [int(_bits(tensor).sum(dtype=torch.int64)) for tensor in tensors], group=mesh.tp_group)
+    sums: list[Any] = [None] * (mesh.tp * mesh.pp)
+    mine = [int(_bits(tensor).sum(dtype=torch.int64)) for tensor in tensors]
+    dist.all_gather_object(sums, mine, group=mesh.model_group)
     if all(other == sums[0] for other in sums):
         return
     device = _communication_device(mesh)
     for tensor in tensors:
         moved = tensor.detach().to(device)
-        dist.broadcast(moved, src=mesh.rank - mesh.tp_rank, group=mesh.tp_group)
+        dist.broadcast(moved, group=mesh.model_group, group_src=0)
         tensor.detach().copy_(moved)
 
 
 def _communication_device(mesh: Mesh) -> torch.device:
-    """Where the tp group's backend takes its tensors, whatever device the model is on so far."""
+    """Where the model group's backend takes its tensors, whatever device the model is on so far."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or "gloo" in dist.get_backend(mesh.tp_group):
+    if accelerator is None or "gloo" in dist.get_backend(mesh.model_group):
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 

@@ -3,6 +3,7 @@
 from .annotate import Annotate as Annotate
 from .annotate import SetAttribute as SetAttribute
 from .checkpoint import Checkpoint as Checkpoint
+from .cut import CutPipelineStage as CutPipelineStage
 from .decompose import Decompose as Decompose
 from .fork_rng import ForkRng as ForkRng
 from .fuse import Fuse as Fuse

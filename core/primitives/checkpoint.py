@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from ..errors import Problem
 from ..execution import change_plan, plan_of
-from ..loss import VocabularyParallelLoss
 from ..match import Match, Place
 from ..primitive import Primitive, Site
 from ..tracing.rewrites import CheckpointAt
 from .in_graph import apply_rewrite, check_rewrite
+from .shard_loss import holds_sharded_loss
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Checkpoint(Primitive):
         plan = plan_of(site.module)
         if plan is not None and plan.checkpoint:
             yield Problem("it is checkpointed already")
-        if isinstance(getattr(site.module, "loss_function", None), VocabularyParallelLoss):
+        if holds_sharded_loss(site):
             yield Problem("the model that holds a sharded loss cannot be checkpointed", "checkpoint its blocks")
 
     def touches(self, site: Site) -> Iterator[str]:

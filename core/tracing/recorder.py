@@ -224,7 +224,7 @@ class Recorder:
         self.check_random_state()
         if any(_own_tensors(below) != self._tensors[id(below)] for below in module.modules()):
             raise self.refusal(f"it calls {path!r} with other weights than its own (torch.func.functional_call)")
-        self._note_containers(path)
+        self.note_containers(path)
         with self.session.spy.separately() as spy, self.session.suspended():
             result, outputs = self.session.run_leaf(module, args, kwargs)
             is_random = spy.random
@@ -244,7 +244,7 @@ class Recorder:
                     self.sizes.add_tensor(known, tensor.shape)
         return result
 
-    def _note_containers(self, path: str) -> None:
+    def note_containers(self, path: str) -> None:
         names = path.split(".")
         for i in range(1, len(names)):
             container = ".".join(names[:i])

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,17 +37,41 @@ call_module = nn.Module.__call__
 Known = Callable[[nn.Module, dict[str, Any]], bool]
 
 
+class Mark:
+    """The place in a graph where a call of the module at ``path`` has ended."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.__name__ = self.__qualname__ = "mark"
+        self.__module__ = __name__
+
+    def __call__(self) -> None:
+        """A mark does nothing."""
+
+
 class _Recorded(BaseException):
     """The module is recorded: the rest of the model need not run."""
 
 
 class Session:
-    """Records the forward of ``target``, a module of ``root``; ``leaves`` are functions that stay one node each."""
+    """Records the forward of ``target``, a module of ``root``; ``leaves`` are functions that stay one node each.
 
-    def __init__(self, root: nn.Module, path: str, leaves: Sequence[Callable[..., Any]] = ()) -> None:
+    ``dissolved`` are paths below the target whose own forwards are recorded in the place of their calls; ``marked`` are
+    paths below it after whose calls the graph gets a mark.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        path: str,
+        leaves: Sequence[Callable[..., Any]] = (),
+        dissolved: Collection[str] = (),
+        marked: Collection[str] = (),
+    ) -> None:
         self.root, self.path = root, path
         self.target = root.get_submodule(path)
         self.leaf_functions = tuple(leaves)
+        self.dissolved, self.marked = frozenset(dissolved), frozenset(marked)
         self.shapes = Shapes()
         self.shapes.session = self
         self.fake = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
@@ -63,6 +87,7 @@ class Session:
         # what contains the target runs as it is
         names = path.split(".") if path else []
         self._open = {id(root.get_submodule(".".join(names[:i]))) for i in range(len(names) + 1)}
+        self.within: list[str] = []
         self._recordings: list[Recording] = []
         self._recorders: list[Recorder] = []
         self._is_reached = False
@@ -304,10 +329,23 @@ class Session:
         if path and plan is not None and plan.decomposed:
             return recorder.call_product(module, path, *args, **kwargs)
         if path:
-            return recorder.call_module(module, path, args, kwargs)
+            return self._child_called(recorder, module, path, args, kwargs)
         if path is None and any(True for _ in module.parameters()):
             raise recorder.refusal(f"it calls a {type(module).__name__} that is none of its submodules")
         return call_module(module, *args, **kwargs)
+
+    def _child_called(self, recorder: Recorder, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+        if path in self.dissolved:
+            recorder.note_containers(path)
+            # not taken off where it fails: there it says in which module
+            self.within.append(path)
+            result = call_module(module, *args, **kwargs)
+            self.within.pop()
+        else:
+            result = recorder.call_module(module, path, args, kwargs)
+        if path in self.marked:
+            recorder.effect(Mark(path), ())
+        return result
 
     def run_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Outputs | None]:
         """A module whose inside is not recorded: its hooks run as they are, its forward is asked for its outputs."""

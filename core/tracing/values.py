@@ -88,6 +88,7 @@ class Values:
             with self.graph.inserting_before(self._first_operation()):
                 node = self.graph.get_attr(name)
             node.meta.update(val=_look(tensor), requires_grad=tensor.requires_grad, storage=storage(tensor))
+            node.meta["is_parameter"] = isinstance(tensor, nn.Parameter)
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
 

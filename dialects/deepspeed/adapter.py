@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import deepspeed
@@ -24,12 +24,16 @@ from partbook.core import (
     materialize,
     rehearse,
 )
+from partbook.core.pipeline import release
 
 from ..batches import check_first_batch
-from ..ranks import agree_on_weights, check_tp, make_mesh, seed_ranks
+from ..cuts import cut, cut_like
+from ..ranks import agree_on_weights, check_sizes, make_mesh, seed_ranks
 from .arguments import schedule_options
 from .config import load, resolve
 from .mpu import MeshUnit
+from .pipeline import Feed, StageModule, attach
+from .pipeline.feed import LossFunction
 from .weights import refuse_partial_saves
 
 # ZeRO-3's hooks fetch a module's parameters; those that are read elsewhere it fetches when they are read.
@@ -57,15 +61,21 @@ def initialize(
     schedule: Any = None,
     schedule_args: Any = None,
     tp: int | None = None,
+    pp: int | None = None,
+    cuts: str | Sequence[str] | None = None,
+    loss_fn: LossFunction | None = None,
     weights: Any = None,
     world_batches: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize`` with a schedule: the same arguments, the same four values.
 
-    ``schedule`` (a name, ``file.py:function`` or a function), ``schedule_args`` (its options) and ``tp`` default to the
-    flags of ``add_schedule_arguments`` in ``args``. ``weights`` (a Hugging Face folder, a dense model, or an int that
+    ``schedule`` (a name, ``file.py:function`` or a function), ``schedule_args`` (its options), ``tp``, ``pp`` and
+    ``cuts`` default to the flags of ``add_schedule_arguments`` in ``args``. With pp > 1 the engine is DeepSpeed's
+    ``PipelineEngine``, which trains with ``train_batch``: the schedule's own cuts make the stages, else ``cuts``
+    (paths, or "auto": balanced by FLOPs; "auto:parameters", "auto:time"); the loss is the model's own, or
+    ``loss_fn(output, labels)``. ``weights`` (a Hugging Face folder, a dense model, or an int that
     seeds fresh initialisation) fills a model on the meta device. The config is used as it is: batch sizes count
-    dp = world / tp, 'auto' values are resolved; ``world_batches`` says that its train_batch_size was computed over all
+    dp = world / (tp * pp), 'auto' values are resolved; ``world_batches`` says that its train_batch_size was computed over all
     ranks and is to be put right. ``engine.scheduled`` is the scheduled model.
 
     Collective: every rank calls it. Raises ConfigError, ScheduleError, ValueError or WeightsError before the model, the
@@ -75,48 +85,55 @@ def initialize(
         raise ValueError("initialize requires a model")
     if mpu is not None or mesh_param is not None:
         raise ValueError("Partbook makes the mpu out of tp: leave out mpu and mesh_param")
-    schedule, schedule_args, tp = _from_arguments(args, schedule, schedule_args, tp)
+    schedule, schedule_args = _from_arguments(args, schedule, schedule_args)
+    tp, pp = (int(getattr(args, name, 1) if given is None else given) for name, given in (("tp", tp), ("pp", pp)))
+    cuts = getattr(args, "cuts", None) if cuts is None else cuts
     parameters = None if model_parameters is None else list(model_parameters)
     config = load(config if config is not None else config_params, args)
     _init_distributed(distributed_port, dist_init_required)
-    plan = Mesh(dp=check_tp(tp, dist.get_world_size()), tp=tp, rank=dist.get_rank())
+    plan = Mesh(dp=check_sizes(tp, pp, dist.get_world_size()), pp=pp, tp=tp, rank=dist.get_rank())
     config = resolve(config, plan, model, args, world_batches)
     _refuse_partitioned(model)
-    trial = rehearse(create_schedule(model, plan), schedule, schedule_args)
+    device = get_accelerator().current_device_name()
+    trial = rehearse(create_schedule(model, plan), schedule, schedule_args, lambda sch: cut(sch, cuts, device))
     _check_groups(trial, model, parameters if optimizer is None else optimizer)
     if weights is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device: pass weights= (a folder, a dense model, or a seed)")
 
-    mesh = make_mesh(tp)
-    scheduled = _schedule(model, mesh, schedule, schedule_args, weights, [parameters, optimizer])
+    mesh = make_mesh(tp, pp)
+    scheduled = _schedule(model, mesh, schedule, schedule_args, trial, weights, [parameters, optimizer])
+    feed = Feed(scheduled, loss_fn) if scheduled.stages else None
     _mark_parameters(scheduled)
     seed_ranks(mesh)
     engine, *others = _deepspeed_initialize(
         args=_without_config(args),
-        model=model,
+        model=StageModule(scheduled, feed) if feed else model,
         optimizer=optimizer,
         model_parameters=parameters,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
-        mpu=MeshUnit(mesh),
+        mpu=None if feed else MeshUnit(mesh),
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
         config=config,
     )
-    check_first_batch(model, mesh)
+    if feed:
+        attach(engine, feed)
+    else:
+        check_first_batch(model, mesh)
     refuse_partial_saves(engine)
     engine.scheduled = scheduled
     return (engine, *others)
 
 
-def _from_arguments(args: Any, schedule: Any, schedule_args: Any, tp: int | None) -> tuple[Any, Any, int]:
+def _from_arguments(args: Any, schedule: Any, schedule_args: Any) -> tuple[Any, Any]:
     if schedule is None:
         schedule = getattr(args, "schedule", None)
         if schedule is None:
             raise ValueError("no schedule: pass schedule=, or args with the flags of add_schedule_arguments")
     if schedule_args is None:
         schedule_args = schedule_options(getattr(args, "schedule_arg", []))
-    return schedule, schedule_args, int(getattr(args, "tp", 1) if tp is None else tp)
+    return schedule, schedule_args
 
 
 def _init_distributed(port: int, required: bool | None) -> None:
@@ -156,23 +173,27 @@ def _check_groups(trial: Schedule, model: nn.Module, known: Any) -> None:
 
 
 def _schedule(
-    model: nn.Module, mesh: Mesh, schedule: Any, schedule_args: Any, weights: Any, holders: list[Any]
+    model: nn.Module, mesh: Mesh, schedule: Any, schedule_args: Any, trial: Schedule, weights: Any, holders: list[Any]
 ) -> ScheduledModel:
     """Schedule and fill the model; whoever holds its parameters gets the new ones."""
     before = dict(model.named_parameters())
     agree_on_weights(model, mesh)
     sch = create_schedule(model, mesh)
     find_schedule(schedule)(sch, schedule_args)
+    cut_like(sch, trial)
     scheduled = build(sch)
+    if scheduled.stages:
+        release(model, scheduled.model)
     if weights is not None:
         materialize(scheduled, weights, device=get_accelerator().current_device_name())
     after = {
-        id(before[source]): model.get_parameter(name)
+        id(before[source]): scheduled.model.get_parameter(name)
         for name, expression in scheduled.weights.items()
         for source in expression.names()
     }
+    elsewhere = {id(parameter) for parameter in before.values()} - after.keys()
     for holder in holders:
-        _exchange(holder, after)
+        _exchange(holder, after, elsewhere)
     return scheduled
 
 
@@ -184,12 +205,15 @@ def _groups(known: Any) -> list[dict[str, Any]]:
     return []
 
 
-def _exchange(holder: Any, after: dict[int, nn.Parameter]) -> None:
+def _exchange(holder: Any, after: dict[int, nn.Parameter], elsewhere: set[int]) -> None:
+    """Give ``holder`` the new parameters, and take those from it that other stages hold."""
     if isinstance(holder, list) and holder and not isinstance(holder[0], dict):
-        holder[:] = _distinct(after.get(id(p), p) for p in holder)
+        holder[:] = _distinct(after.get(id(p), p) for p in holder if id(p) not in elsewhere)
         return
-    for group in _groups(holder):
-        group["params"] = _distinct(after.get(id(p), p) for p in group["params"])
+    groups = _groups(holder)
+    for group in groups:
+        group["params"] = _distinct(after.get(id(p), p) for p in group["params"] if id(p) not in elsewhere)
+    groups[:] = [group for group in groups if group["params"]]
 
 
 def _distinct(parameters: Iterable[Any]) -> list[Any]:
@@ -197,11 +221,12 @@ def _distinct(parameters: Iterable[Any]) -> list[Any]:
 
 
 def _mark_parameters(scheduled: ScheduledModel) -> None:
-    """DeepSpeed's gradient norm counts an unmarked parameter on tp rank 0 only (runtime/utils.py, 0.19)."""
+    """DeepSpeed's gradient norm counts an unmarked parameter on tp rank 0 only, and in a pipeline on its first rank
+    only (runtime/utils.py, 0.19)."""
     for name, parameter in scheduled.model.named_parameters():
         parameter.tensor_model_parallel = (  # type: ignore[attr-defined]
-            name in scheduled.layouts and scheduled.counts_here(name)
-        )
+            bool(scheduled.stages) or name in scheduled.layouts
+        ) and scheduled.counts_here(name)
 
 
 def _without_config(args: Any) -> Any:

@@ -7,9 +7,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import load_ds_config
 from deepspeed.accelerator import get_accelerator
+from packaging.version import Version
 from torch import nn
 
 from partbook.core import Mesh, PartbookError
@@ -38,6 +40,10 @@ _ARGUMENTS = {
 
 # the sections that turn on 16 bits; the second one is DeepSpeed's older name of the first
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+
+
+# the first DeepSpeed whose stages accumulate gradients rightly
+_FIRST_WITH_STAGES = "0.19.3"
 
 
 class ConfigError(PartbookError, ValueError):
@@ -73,7 +79,10 @@ def resolve(config: Config, mesh: Mesh, model: nn.Module, args: Any = None, worl
     """
     _refuse_unsupported(config, mesh)
     _fill_autos(config, model, args)
-    _refuse_low_precision_without_zero(config)
+    _refuse_low_precision_without_zero(config, mesh)
+    if mesh.pp > 1:
+        _refuse_with_stages(config)
+        _prepare_for_stages(config)
     _resolve_batches(config, mesh, world_batches)
     _avoid_compiling_on_cpu(config)
     return config
@@ -91,15 +100,51 @@ def _refuse_unsupported(config: Config, mesh: Mesh) -> None:
         raise ConfigError("sequence_parallel_size (Ulysses) cannot be combined with a schedule's tensor parallelism")
 
 
-def _refuse_low_precision_without_zero(config: Config) -> None:
+def _refuse_low_precision_without_zero(config: Config, mesh: Mesh) -> None:
     stage = _zero(config).get("stage", 0)
-    for name in _DTYPES:
-        if config.get(name, {}).get("enabled") and stage == 0:
+    for name, dtype in _DTYPES.items():
+        # A PipelineEngine has an optimizer of its own for bf16.
+        works = mesh.pp > 1 and dtype is torch.bfloat16
+        if config.get(name, {}).get("enabled") and stage == 0 and not works:
             raise ConfigError(
                 f"{name} with ZeRO stage 0 trains wrongly in DeepSpeed: its optimizer makes an empty step first, and "
                 "its gradient norm leaves out ranks\n"
                 '  hint: set "zero_optimization": {"stage": 1}, or use "torch_autocast" with fp32 weights'
             )
+
+
+def _refuse_with_stages(config: Config) -> None:
+    """What DeepSpeed's PipelineEngine cannot do, or does wrongly, with pipeline stages."""
+    if Version(deepspeed.__version__) < Version(_FIRST_WITH_STAGES):
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} scales the gradients of pipeline stages wrongly when it accumulates them "
+            f"(DeepSpeed#8152)\n  hint: pip install 'deepspeed>={_FIRST_WITH_STAGES}'"
+        )
+    stage = _zero(config).get("stage", 0)
+    if stage > 1:
+        raise ConfigError(
+            f"ZeRO stage {stage} cannot be combined with pipeline stages: it partitions gradients that stages accumulate"
+            '\n  hint: set "zero_optimization": {"stage": 1}'
+        )
+    if config.get("torch_autocast", {}).get("enabled"):
+        raise ConfigError(
+            "torch_autocast cannot be combined with pipeline stages, whose boundaries have the dtypes of the model"
+            '\n  hint: set "bf16": {"enabled": true} instead'
+        )
+    pipeline = config.get("pipeline", {})
+    if pipeline.get("activation_checkpoint_interval"):
+        raise ConfigError(
+            "pipeline.activation_checkpoint_interval counts layers of a PipelineModule, and a stage is one layer here"
+            "\n  hint: checkpoint() in the schedule, or its option checkpoint_ratio"
+        )
+    for name in ("pipe_partitioned", "grad_partitioned"):
+        if pipeline.get(name):
+            raise ConfigError(f"pipeline.{name} is not supported: activations are sent whole\n  hint: leave it out")
+
+
+def _prepare_for_stages(config: Config) -> None:
+    # On by default under tensor parallelism, where it takes one tensor with a gradient only.
+    config.setdefault("pipeline", {}).update(pipe_partitioned=False, grad_partitioned=False)
 
 
 def _zero(config: Config) -> Config:
@@ -181,7 +226,7 @@ def _contradiction(batch: int, micro: int, accumulation: int, mesh: Mesh) -> str
     text = (
         f"the batch sizes contradict each other: {BATCH}={batch}, but {MICRO}={micro} * "
         f"{ACCUMULATION}={accumulation} * dp={mesh.dp} = {micro * accumulation * mesh.dp} "
-        f"(dp = {mesh.size} ranks / tp={mesh.tp})"
+        f"(dp = {mesh.size} ranks / tp={mesh.tp}{f' / pp={mesh.pp}' if mesh.pp > 1 else ''})"
     )
     if batch == micro * accumulation * mesh.size:
         text += f"\n  they were written for {mesh.size} data-parallel ranks"
