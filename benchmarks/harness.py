@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class Trial:
     model: nn.Module
     step: Callable[[], torch.Tensor]
     gradient: Callable[[], torch.Tensor | None]
+    # what else a step tells
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Ready:
     resident: int
     built: float
     first: Sample
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class RankFailed(RuntimeError):
@@ -143,7 +146,7 @@ def _serve(
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         ready = {}
         for name, (sample, gradient) in first.items():
-            ready[name] = Ready(sample.loss, gradient, tensors[name], resident, built, sample)
+            ready[name] = Ready(sample.loss, gradient, tensors[name], resident, built, sample, trials[name].extra)
         link.send(ready)
         while (name := link.recv()) is not None:
             link.send(_step(trials[name]))

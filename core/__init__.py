@@ -1,5 +1,6 @@
 """The schedule language: the public names."""
 
+from .boundaries import boundaries as boundaries
 from .collectives import is_tracing as is_tracing
 from .consolidate import consolidate as consolidate
 from .consolidate import gradients as gradients
@@ -21,6 +22,7 @@ from .materialize import materialize as materialize
 from .mesh import Mesh as Mesh
 from .patterns import PatternError as PatternError
 from .patterns import module as module
+from .pipeline import run_in_order as run_in_order
 from .primitive import Primitive as Primitive
 from .primitive import Site as Site
 from .registry import apply_schedule as apply_schedule

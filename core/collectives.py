@@ -190,16 +190,13 @@ def broadcast_all(
     pairs: Iterator[tuple[str, Tensor]] | None, source: int, group: ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
     """The (name, tensor) pairs of the group's rank ``source``, which passes them, on every rank of the group."""
-    is_source = pairs is not None
-    for name, tensor in pairs if pairs is not None else iter(lambda: ("", None), None):
-        header: list[Any] = [(name, tensor.shape, tensor.dtype, tensor.device.type) if tensor is not None else None]
+    while True:
+        pair = None if pairs is None else next(pairs, None)
+        header: list[Any] = [None if pair is None else (pair[0], pair[1].shape, pair[1].dtype, pair[1].device.type)]
         dist.broadcast_object_list(header, group=group, group_src=source)
         if header[0] is None:
             return
         name, shape, dtype, device = header[0]
-        sent = (
-            tensor.contiguous() if is_source and tensor is not None else torch.empty(shape, dtype=dtype, device=device)
-        )
+        sent = torch.empty(shape, dtype=dtype, device=device) if pair is None else pair[1].contiguous()
         dist.broadcast(sent, group=group, group_src=source)
         yield name, sent
-    dist.broadcast_object_list([None], group=group, group_src=source)

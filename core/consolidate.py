@@ -32,8 +32,8 @@ ReadParameter = Callable[[nn.Parameter], Tensor | None]
 def consolidate(scheduled: ScheduledModel, read: ReadParameter | None = None) -> dict[str, Tensor]:
     """The original model's state dict, full and exact: same keys, order, shapes and ties, without padding.
 
-    Collective: every rank of a tp group and of a pipeline calls it, and every rank gets it. ``read`` gives this rank's tensor of a
-    parameter where it is not the parameter itself; see ``gradients``. Raises RuntimeError on a virtual mesh.
+    Collective: every rank of a tp group and of a pipeline calls it, and every rank gets it. ``read`` gives this rank's
+    tensor of a parameter where it is not the parameter itself; see ``gradients``. A virtual mesh raises RuntimeError.
     """
     full = {name: tensor.clone() for name, tensor in full_tensors(scheduled, read)}
     full |= {name: buffer.clone() for name, buffer in persistent_buffers(scheduled)}
@@ -54,7 +54,7 @@ def full_tensors(scheduled: ScheduledModel, read: ReadParameter | None = None) -
     mesh = scheduled.mesh
     if (mesh.is_virtual and scheduled.layouts) or (mesh.pp > 1 and mesh.pp_group is None):
         raise RuntimeError(
-            f"a virtual mesh (tp={mesh.tp} pp={mesh.pp}) has this rank's part only; consolidate on the mesh of a dialect"
+            f"a virtual mesh (tp={mesh.tp} pp={mesh.pp}) has this rank's part only; consolidate on a dialect's mesh"
         )
     own = (pair for name, pair in _own_tensors(scheduled, read) if not scheduled.is_copy(name))
     yield from _of_all_stages(mesh, own)

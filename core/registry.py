@@ -21,7 +21,7 @@ import torch
 
 from .errors import Problem, ScheduleError, did_you_mean, user_line
 from .schedule import Schedule, create_schedule
-from .scheduled import build
+from .scheduled import build, check_finished
 
 GROUP = "partbook.schedules"
 DIALECTS = "partbook.dialects"
@@ -165,7 +165,7 @@ def rehearse(
 ) -> Schedule:
     """``apply_schedule`` on a copy of the model on the meta device: what ``sch`` would become. Touches nothing.
 
-    ``then`` is done to the copy before it is built, such as automatic cuts.
+    ``then`` is done to the copy, such as automatic cuts, before it is built. Without it stages are not looked at.
 
     Raises ValueError for an unknown schedule or option, ScheduleError for a model that the schedule is not for and for
     every broken rule.
@@ -182,9 +182,11 @@ def rehearse(
             twin = trial.state.model.get_parameter(name)
             twin.grad = torch.empty_like(twin)
     schedule(_node(trial, sch.path), options)
-    if then is not None:
+    if then is None:
+        check_finished(trial)
+    else:
         then(trial)
-    build(trial)
+        build(trial)
     return trial
 
 

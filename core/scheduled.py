@@ -13,7 +13,7 @@ from .errors import Problem, ScheduleError, user_line
 from .history import History
 from .layout import Layout
 from .mesh import Mesh
-from .pipeline.cutting import cut_model
+from .pipeline.cutting import Placement, cut_model
 from .pipeline.pipeline import Pipeline
 from .pipeline.stages import Stage, StageTie
 from .primitive import Site
@@ -35,9 +35,10 @@ class ScheduledModel:
     each is made of, ``layouts`` how it is split, ``ties`` maps every further name of an original tied tensor to its
     first. ``annotations`` are the user's, with ``partial_gradient`` among them.
 
-    Where the model is cut, ``stages`` are all its stages, in order; stage i is run by pipeline rank i modulo pp. With
-    pp > 1 ``model`` is this rank's part: the modules of its stages under their original paths. ``pipeline`` says what
-    each stage does with a batch, ``ties_across`` which parameters several pipeline ranks hold.
+    Where the model is cut, ``stages`` are all its stages, in order; pipeline rank i modulo pp runs stage i, unless it
+    was built with another placement. With pp > 1 ``model`` is this rank's part: the modules of its stages under their
+    original paths. ``pipeline`` says what each stage does with a batch, ``ties_across`` which parameters several
+    pipeline ranks hold.
     """
 
     model: nn.Module
@@ -73,16 +74,13 @@ class ScheduledModel:
         return layout.is_first_replica(rank) if layout else rank == 0
 
 
-def build(sch: Schedule) -> ScheduledModel:
-    """The scheduled model of a finished schedule. Raises ScheduleError for rules that one primitive cannot see."""
+def build(sch: Schedule, placement: Placement = "loop") -> ScheduledModel:
+    """The scheduled model of a finished schedule. Raises ScheduleError for rules that one primitive cannot see.
+
+    ``placement``: which pipeline rank runs which stage, where there are more stages than ranks.
+    """
     state = sch.state
-    problems = [
-        Problem(f"{path or 'the model'}: {problem.found}", problem.hint)
-        for path, module in state.model.named_modules()
-        for problem in (*_unfinished(state, path, module), *unfinished(Site(state, path)))
-    ]
-    if problems:
-        raise ScheduleError("build(sch)", problems, user_line())
+    check_finished(sch)
     scheduled = ScheduledModel(
         model=state.model,
         mesh=state.mesh,
@@ -94,20 +92,31 @@ def build(sch: Schedule) -> ScheduledModel:
         history=state.history,
     )
     if state.cuts or state.mesh.pp > 1:
-        scheduled = _with_stages(scheduled, sch)
+        scheduled = _with_stages(scheduled, sch, placement)
     if scheduled.model is not state.model or state.layouts or _are_remade(state):
         guard_save_pretrained(scheduled, state.model)
     return scheduled
+
+
+def check_finished(sch: Schedule) -> None:
+    """Raise ScheduleError for rules that one primitive cannot see, but for those of stages."""
+    problems = [
+        Problem(f"{path or 'the model'}: {problem.found}", problem.hint)
+        for path, module in sch.state.model.named_modules()
+        for problem in (*_unfinished(sch.state, path, module), *unfinished(Site(sch.state, path)))
+    ]
+    if problems:
+        raise ScheduleError("build(sch)", problems, user_line())
 
 
 def _are_remade(state: State) -> bool:
     return any(not isinstance(made, Source) for made in state.weights.values())
 
 
-def _with_stages(scheduled: ScheduledModel, sch: Schedule) -> ScheduledModel:
+def _with_stages(scheduled: ScheduledModel, sch: Schedule, placement: Placement) -> ScheduledModel:
     """Cut as the schedule says. Raises ScheduleError where it cannot be, or does not fit the mesh."""
     state = sch.state
-    cut = cut_model(state)
+    cut = cut_model(state, placement)
     if cut.problems:
         raise ScheduleError("build(sch)", cut.problems, user_line())
     names = {name: state.canonical(parameter) for name, parameter in cut.model.named_parameters()}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from .boundaries import boundaries
 from .execution import plan_of
 from .primitives.annotate import PARTIAL_GRADIENT
 from .state import State
@@ -23,7 +24,10 @@ def tree(sch: Schedule) -> str:
     head = f"{title}: {_line(sch.state, sch.path, sch.module)}"
     if not sch.path:
         head += f"   [dp={mesh.dp} pp={mesh.pp} tp={mesh.tp}, rank {mesh.rank}{', virtual' if mesh.is_virtual else ''}]"
-    return "\n".join([head, *_below(sch.state, sch.path, sch.module, "  ")])
+    lines = [head, *_below(sch.state, sch.path, sch.module, "  ")]
+    if not sch.path and sch.state.cuts:
+        lines.append(boundaries(sch))
+    return "\n".join(lines)
 
 
 def _below(state: State, path: str, module: nn.Module, indent: str) -> Iterator[str]:
@@ -59,4 +63,5 @@ def _line(state: State, path: str, module: nn.Module) -> str:
             parts += ["traced", *(rewrite.summary for rewrite in plan.graph.rewrites)]
         parts += [f"{plan.random} rng"] if plan.random != "default" else []
         parts += [f"gradient of {name} summed over {n}" for name, n in plan.partial_gradients.items()]
+    parts += ["| end of a stage"] if path in state.cuts else []
     return "  ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from .consolidate import consolidate, gradients
 from .errors import PartbookError
 from .loss import causal_lm_loss
 from .mesh import Mesh
+from .pipeline import run_in_order
 from .probe import Probe, first_difference
 from .registry import apply_schedule, find_dialect
 from .schedule import create_schedule
@@ -76,7 +78,8 @@ class Report:
         return self
 
     def __str__(self) -> str:
-        mesh = f"dp={self.mesh.dp} tp={self.mesh.tp}"
+        stages = f" pp={self.mesh.pp}" if self.mesh.pp > 1 else ""
+        mesh = f"dp={self.mesh.dp}{stages} tp={self.mesh.tp}"
         failed = [difference for difference in self.differences if not difference.ok]
         kinds = dict.fromkeys(difference.what for difference in self.differences)
         lines = [f"{'FAILED' if failed else 'ok'} on {mesh}: {len(self.differences)} comparisons"]
@@ -106,8 +109,9 @@ def verify(
     ``inputs``: keyword arguments of one global batch, or one for each step; dp ranks take equal parts of dim 0, and the
     loss is the mean over them, as data-parallel engines have it. Compared are the loss of each of ``steps`` optimiser
     steps, the outputs, every gradient of the first step (through the weight map), the global gradient norm (clipped to
-    ``max_norm``), and every parameter after the last step. Dropout is off. Runs in the present world where its size is
-    the mesh's, else in processes of its own (gloo; ``model`` and ``schedule`` must be picklable then; ``timeout``:
+    ``max_norm``), and every parameter after the last step. Dropout is off. With pp > 1 the stages run one after the
+    other in one process: each split is checked, no pipeline runtime. Runs in the present world where its size is
+    dp * tp, else in processes of its own (gloo; ``model`` and ``schedule`` must be picklable then; ``timeout``:
     seconds).
 
     The default optimizer is AdamW with eps=1e-5: with the usual 1e-8 the updates of parameters whose gradient is zero
@@ -115,10 +119,12 @@ def verify(
     the loss of a causal language model is computed in float64 on both sides; transformers' own casts logits to float32.
     """
     task = _Task(model, schedule, schedule_args, mesh.at(0), inputs, steps, dtype, tolerance, max_norm, make_optimizer)
-    here = dist.is_initialized() and dist.get_world_size() == mesh.size
-    if here or mesh.size == 1:
+    # A boundary between stages changes no number, so one process runs them all, one after the other.
+    world = mesh.size // mesh.pp
+    here = dist.is_initialized() and dist.get_world_size() == world
+    if here or world == 1:
         return _compare(task)
-    return run_ranks(_compare, mesh.size, task, timeout=timeout)[0]
+    return run_ranks(_compare, world, task, timeout=timeout)[0]
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,11 @@ def _compare(task: _Task) -> Report:
     mesh = find_dialect("pytorch").make_mesh(task.mesh.tp)
     dense = task.build_model()
     model = copy.deepcopy(dense)
-    scheduled = build(apply_schedule(create_schedule(model, mesh), task.schedule, task.schedule_args))
+    sch = apply_schedule(create_schedule(model, mesh), task.schedule, task.schedule_args)
+    if task.mesh.pp > 1 and not sch.state.cuts:
+        sch.cut_pipeline_stages(task.mesh.pp)
+    scheduled = build(sch)
+    run = functools.partial(run_in_order, scheduled) if scheduled.stages else model
     limit = task.tolerance or TOLERANCES[next(dense.parameters()).dtype]
     found: list[Difference] = []
     optimizers = task.optimizer(dense), task.optimizer(model)
@@ -166,7 +176,7 @@ def _compare(task: _Task) -> Report:
             # The rank's own part last, so that the probe holds what its scheduled model must show.
             parts = [_part(batch, mesh, i) for i in range(mesh.dp)]
             reference = _train_dense(dense, parts, mesh.dp_rank)
-            output = _train(model, parts[mesh.dp_rank], mesh)
+            output = _train(run, model, parts[mesh.dp_rank], mesh)
             found += _compare_outputs(step, reference, output, limit)
             if step == 0:
                 dense_probe.stop()
@@ -177,14 +187,15 @@ def _compare(task: _Task) -> Report:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
     found += _compare_tensors("parameter", dense.state_dict(), consolidate(scheduled), limit)
-    found += _compare_inference(dense, model, _part(task.batch(0), mesh, mesh.dp_rank), limit)
+    model.eval()
+    found += _compare_inference(dense, run, _part(task.batch(0), mesh, mesh.dp_rank), limit)
     everywhere = _gather_reports(found, mesh)
     # Looking for the module is collective over the tp group: every rank takes part if any of them failed.
     failed = [difference for difference in everywhere if not difference.ok]
     # One wrong gradient makes every parameter wrong one step later.
     names = [d.name for d in failed if d.what == "gradient"] or [d.name for d in failed]
     where = first_difference(dense_probe, probe, scheduled, limit, names) if failed else None
-    return Report(mesh.at(0), tuple(everywhere), where)
+    return Report(task.mesh, tuple(everywhere), where)
 
 
 def _train_dense(dense: nn.Module, parts: list[Batch], own: int) -> Any:
@@ -196,8 +207,8 @@ def _train_dense(dense: nn.Module, parts: list[Batch], own: int) -> Any:
     return output
 
 
-def _train(model: nn.Module, part: Batch, mesh: Mesh) -> Any:
-    output = model(**part)
+def _train(run: Callable[..., Any], model: nn.Module, part: Batch, mesh: Mesh) -> Any:
+    output = run(**part)
     _loss_of(output).backward()
     if mesh.dp > 1:
         for parameter in model.parameters():
@@ -232,10 +243,10 @@ def _compare_outputs(step: int, dense: Any, scheduled: Any, limit: float) -> Ite
     yield Difference("loss", f"of step {step}", error_of(_loss_of(scheduled), _loss_of(dense)), limit)
 
 
-def _compare_inference(dense: nn.Module, model: nn.Module, batch: Batch, limit: float) -> Iterator[Difference]:
+def _compare_inference(dense: nn.Module, run: Callable[..., Any], batch: Batch, limit: float) -> Iterator[Difference]:
     """Every tensor of the outputs in eval mode, after the last step."""
     with torch.no_grad():
-        one, other = dense.eval()(**batch), model.eval()(**batch)
+        one, other = dense.eval()(**batch), run(**batch)
     for name, value in _tensors(one).items():
         found = _tensors(other).get(name)
         error = float("inf") if found is None or found.shape != value.shape else error_of(found, value)

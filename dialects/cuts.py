@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from partbook.core import Problem, Schedule, ScheduleError, user_line
+from partbook.core.pipeline import MEASURES
 
 AUTO = "auto"
 
 
-def cut(sch: Schedule, cuts: str | Sequence[str] | None, device: torch.device | str) -> None:
-    """Cut the schedule into as many stages as its mesh has pipeline ranks, unless it has cut itself.
+def cut(sch: Schedule, cuts: str | Sequence[str] | None, device: torch.device | str, stages: int | None = None) -> None:
+    """Cut the schedule into ``stages`` (default: one for each pipeline rank), unless it has cut itself.
 
     ``cuts``: paths (a sequence, or text with commas), "auto" (the default: balanced by FLOPs) or "auto:MEASURE". Where
     time is measured every rank takes the cuts of rank 0. Raises ScheduleError.
@@ -32,15 +33,15 @@ def cut(sch: Schedule, cuts: str | Sequence[str] | None, device: torch.device | 
     if sch.state.cuts:
         return
     if isinstance(chosen, str):
-        _cut_automatically(sch, chosen.partition(":")[2] or "flops", device)
+        _cut_automatically(sch, chosen.partition(":")[2] or "flops", device, stages)
         return
     for path in chosen:
         sch[path].cut_pipeline_stage()
 
 
-def _cut_automatically(sch: Schedule, by: Any, device: torch.device | str) -> None:
+def _cut_automatically(sch: Schedule, by: Any, device: torch.device | str, stages: int | None) -> None:
     if by != "time" or not dist.is_initialized() or dist.get_rank() == 0:
-        sch.cut_pipeline_stages(by=by, device=device)
+        sch.cut_pipeline_stages(stages, by=by, device=device)
     if by == "time" and dist.is_initialized():
         found: list[Any] = [list(sch.state.cuts)]
         dist.broadcast_object_list(found, src=0)
@@ -56,6 +57,17 @@ def cut_like(sch: Schedule, trial: Schedule) -> None:
     if sch.mesh.tp == 1:
         # With tp > 1 it has the process groups of its mesh in it, of which the rehearsal's has none.
         sch.state.pipeline = trial.state.pipeline
+
+
+def check_cuts(cuts: str | Sequence[str] | None, pp: int) -> None:
+    """Raise ValueError for what cannot cut a model into ``pp`` stages, whatever the model."""
+    chosen = parse_cuts(cuts)
+    if isinstance(chosen, str):
+        by = chosen.partition(":")[2]
+        if by and by not in MEASURES:
+            raise ValueError(f"{chosen!r}: stages are balanced by one of {', '.join(MEASURES)}")
+    elif len(chosen) != pp - 1:
+        raise ValueError(f"{len(chosen)} cuts make {len(chosen) + 1} stages, and pp={pp}: give {pp - 1} paths")
 
 
 def parse_cuts(cuts: str | Sequence[str] | None) -> str | list[str]:

@@ -25,8 +25,9 @@ from unittest import mock
 from deepspeed.launcher import runner
 
 from partbook.core import find_schedule
-from partbook.dialects.deepspeed.arguments import add_schedule_arguments, schedule_options
-from partbook.dialects.ranks import check_tp
+from partbook.dialects.arguments import add_schedule_arguments, schedule_options
+from partbook.dialects.cuts import check_cuts
+from partbook.dialects.ranks import check_sizes
 
 MODULE = "partbook.launchers.deepspeed"
 _RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
@@ -54,6 +55,7 @@ def start(argv: list[str]) -> None:
     *before_script, _ = [word for word in argv[: len(argv) - len(options.user_args)] if word != "--"]
     _, launcher_flags = _add_flags(_plain_parser()).parse_known_args(before_script)
     flags = [f"--schedule={options.schedule}", f"--tp={options.tp}"]
+    flags += [f"--pp={options.pp}", f"--cuts={options.cuts}"] if options.pp > 1 else []
     flags += [f"--schedule-arg={pair}" for pair in options.schedule_arg]
     flags += [f"--export={options.export}"] if options.export else []
     flags += ["--script-module"] if options.module else []
@@ -63,9 +65,9 @@ def start(argv: list[str]) -> None:
     def check_world(slots_by_host: dict[str, list[int]]) -> Any:
         """DeepSpeed has chosen its resources and starts nothing before this."""
         try:
-            check_tp(options.tp, sum(len(slots) for slots in slots_by_host.values()))
+            check_sizes(options.tp, options.pp, sum(len(slots) for slots in slots_by_host.values()))
         except ValueError as error:
-            parser.error(f"--tp: {error}")
+            parser.error(f"{'--tp' if options.pp == 1 else '--tp, --pp'}: {error}")
         return untouched(slots_by_host)
 
     with mock.patch.object(runner, "encode_world_info", check_world):
@@ -86,7 +88,8 @@ def run_rank(argv: list[str]) -> None:
 
     from .intercept import intercept
 
-    with intercept(schedule, schedule_options(options.schedule_arg), options.tp, options.export):
+    chosen = schedule_options(options.schedule_arg)
+    with intercept(schedule, chosen, options.tp, options.export, pp=options.pp, cuts=options.cuts):
         if options.module:
             runpy.run_module(options.user_script, run_name="__main__", alter_sys=True)
         else:
@@ -98,14 +101,14 @@ def _launcher_parser() -> argparse.ArgumentParser:
     with mock.patch.object(argparse.ArgumentParser, "parse_args", lambda parser, args: parser):
         parser = runner.parse_args()
     parser.prog = f"python -m {MODULE}"
-    parser.usage = "%(prog)s [flags of the deepspeed launcher] --schedule NAME [--tp N] script.py [its flags]"
+    parser.usage = "%(prog)s [flags of the deepspeed launcher] --schedule NAME [--tp N] [--pp N] script.py [its flags]"
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     return _add_flags(parser)
 
 
 def _plain_parser() -> argparse.ArgumentParser:
-    usage = "%(prog)s --schedule NAME [--tp N] script.py [its flags]"
+    usage = "%(prog)s --schedule NAME [--tp N] [--pp N] script.py [its flags]"
     return argparse.ArgumentParser(prog=f"python -m {MODULE}", usage=usage, add_help=False)
 
 
@@ -119,6 +122,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Any:
     """The schedule, found. Ends the program with a message where the script or the schedule cannot be run."""
     script = options.user_script
+    try:
+        check_cuts(options.cuts, options.pp)
+    except ValueError as error:
+        parser.error(f"--cuts: {error}")
     if not options.schedule:
         parser.error("--schedule is missing: a name, or FILE.py:FUNCTION")
     if getattr(options, "no_python", False):

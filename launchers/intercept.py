@@ -21,21 +21,30 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data.distributed import DistributedSampler
 
-from partbook.core import Mesh
+from partbook.core import Mesh, PartbookError
 from partbook.core.registry import ModelSchedule
+from partbook.dialects.cuts import AUTO
 from partbook.dialects.deepspeed import consolidate, initialize, save_pretrained
 from partbook.dialects.deepspeed.adapter import skip_compiling_on_cpu
-from partbook.dialects.ranks import check_tp
+from partbook.dialects.ranks import check_sizes
 
 
 @contextmanager
-def intercept(schedule: ModelSchedule, options: dict[str, str], tp: int, export: str | None = None) -> Iterator[None]:
+def intercept(
+    schedule: ModelSchedule,
+    options: dict[str, str],
+    tp: int,
+    export: str | None = None,
+    *,
+    pp: int = 1,
+    cuts: str = AUTO,
+) -> Iterator[None]:
     """While the context is open, ``deepspeed.initialize`` schedules the model and samplers split data over dp.
 
     ``export``: a folder for the trained model, written when the context closes or the script ends its process group.
     Raises RuntimeError when no engine was made, and nothing was scheduled.
     """
-    check_tp(tp, int(os.environ.get("WORLD_SIZE", tp)))
+    check_sizes(tp, pp, int(os.environ.get("WORLD_SIZE", tp * pp)))
     skip_compiling_on_cpu()
     engines: list[Any] = []
     folder = Path(export).resolve() if export else None
@@ -48,7 +57,20 @@ def intercept(schedule: ModelSchedule, options: dict[str, str], tp: int, export:
             raise TypeError("the script makes a PipelineModule itself, which a schedule cannot split further")
         # accelerate computes train_batch_size over all ranks
         from_accelerate = sys._getframe(1).f_globals.get("__name__", "").startswith("accelerate.")
-        made = initialize(**arguments, schedule=schedule, schedule_args=options, tp=tp, world_batches=from_accelerate)
+        if from_accelerate and pp > 1:
+            raise PartbookError(
+                "accelerate, and with it transformers' Trainer, calls the model for each batch, which a model that is "
+                f"cut into pp={pp} stages cannot do\n  hint: a loop of engine.train_batch(data_iter=...), or pp=1"
+            )
+        made = initialize(
+            **arguments,
+            schedule=schedule,
+            schedule_args=options,
+            tp=tp,
+            pp=pp,
+            cuts=cuts,
+            world_batches=from_accelerate,
+        )
         engines.append(made[0])
         return made
 
@@ -62,7 +84,7 @@ def intercept(schedule: ModelSchedule, options: dict[str, str], tp: int, export:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(deepspeed, "initialize", scheduled_initialize))
-        stack.enter_context(mock.patch.object(DistributedSampler, "__init__", _sampler_over_dp(tp)))
+        stack.enter_context(mock.patch.object(DistributedSampler, "__init__", _sampler_over_dp(tp, pp)))
         stack.enter_context(mock.patch.object(dist, "destroy_process_group", _after(finish)))
         if importlib.util.find_spec("accelerate"):
             stack.enter_context(_accelerate_over_dp(tp))
@@ -87,7 +109,7 @@ def _after(finish: Callable[[], None]) -> Callable[..., None]:
     return destroy
 
 
-def _sampler_over_dp(tp: int) -> Callable[..., None]:
+def _sampler_over_dp(tp: int, pp: int) -> Callable[..., None]:
     """``DistributedSampler`` whose world is the data-parallel ranks, also where the script says the world itself."""
     untouched = DistributedSampler.__init__
 
@@ -96,7 +118,7 @@ def _sampler_over_dp(tp: int) -> Callable[..., None]:
         self: Any, dataset: Any, num_replicas: int | None = None, rank: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
         world = dist.get_world_size()
-        mesh = Mesh(dp=check_tp(tp, world), tp=tp, rank=dist.get_rank())
+        mesh = Mesh(dp=check_sizes(tp, pp, world), pp=pp, tp=tp, rank=dist.get_rank())
         over_the_world = num_replicas in (None, world) and rank in (None, mesh.rank)
         if over_the_world or (num_replicas == mesh.dp and rank is None):
             num_replicas, rank = mesh.dp, mesh.dp_rank

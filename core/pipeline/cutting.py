@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
 
@@ -15,6 +16,9 @@ from ..state import State
 from ..tracing.examples import default_inputs
 from .pipeline import Pipeline, problems_around
 from .stages import Holding, Stage, StageTie, holdings_of, shared_buffers, subtree, ties_of
+
+# Which pipeline rank runs which stage: "loop" goes over the ranks again and again, "v" there and back.
+Placement = Literal["loop", "v"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Cut:
     problems: tuple[Problem, ...] = ()
 
 
-def cut_model(state: State) -> Cut:
+def cut_model(state: State, placement: Placement) -> Cut:
     """Cut ``state``'s model where its schedule says; the model itself is not changed."""
     model, mesh = state.model, state.mesh
     problems = [*_size_problems(state.cuts, mesh), *problems_around(model, state.cuts)]
@@ -40,7 +44,11 @@ def cut_model(state: State) -> Cut:
         hint = "cut after a module that contains it"
         return Cut(model, problems=(Problem(f"the model cannot be traced down to its cuts: {error}", hint),))
     held = holdings_of(pipeline, model)
-    by_rank = [functools.reduce(operator.or_, held[rank :: mesh.pp]) for rank in range(mesh.pp)]
+    ranks = [rank_of(stage, mesh.pp, placement) for stage in range(len(held))]
+    by_rank = [
+        functools.reduce(operator.or_, (holding for holding, other in zip(held, ranks, strict=True) if other == rank))
+        for rank in range(mesh.pp)
+    ]
     shared = shared_buffers(model, by_rank)
     if shared:
         found = f"{shared[0]!r} is held by several stages, which would not see what the others write to it"
@@ -48,10 +56,16 @@ def cut_model(state: State) -> Cut:
     pipeline.held = tuple(held)
     own = model if mesh.pp == 1 else subtree(model, by_rank[mesh.pp_rank])
     stages = [
-        Stage(i, own if i % mesh.pp == mesh.pp_rank else None, _parameters(model, holding))
+        Stage(i, own if ranks[i] == mesh.pp_rank else None, _parameters(model, holding))
         for i, holding in enumerate(held)
     ]
     return Cut(own, pipeline, tuple(stages), ties_of(model, by_rank))
+
+
+def rank_of(stage: int, pp: int, placement: Placement) -> int:
+    """The pipeline rank that runs ``stage``."""
+    lap, place = divmod(stage, pp)
+    return pp - 1 - place if placement == "v" and lap % 2 else place
 
 
 def pipeline_of(state: State) -> Pipeline:
@@ -59,10 +73,14 @@ def pipeline_of(state: State) -> Pipeline:
     key = (tuple(state.cuts), len(state.history))
     if state.pipeline is None or state.pipeline[0] != key:
         pipeline = Pipeline(state.model, state.cuts)
-        inputs = state.example_inputs or default_inputs(state.model, state.mesh.tp)[0]
-        pipeline.wiring(inputs, training=True)
+        pipeline.wiring(examples_of(state), training=True)
         state.pipeline = (key, pipeline)
     return state.pipeline[1]
+
+
+def examples_of(state: State) -> Mapping[str, Any]:
+    """The inputs with which the model is traced down to its cuts."""
+    return state.example_inputs or default_inputs(state.model, state.mesh.tp)[0]
 
 
 def _size_problems(cuts: Sequence[str], mesh: Mesh) -> list[Problem]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import Problem
+from ..tracing.modes import Mark
 from ..tracing.product import Product
-from ..tracing.session import Mark
 from ..tracing.symbols import expression
 from ..tracing.values import Unflatten
 

@@ -73,7 +73,7 @@ class Wiring:
 
     def _accept(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, ...] | str:
         arranger = arranger_of(model)
-        args, kwargs = arranger.using_none((), dict(batch))
+        args, kwargs = arranger.using_none((), _distinct(batch))
         given = arranger(args, kwargs)
         assert given is not None
         return self.kind.accept(model, given)
@@ -119,6 +119,19 @@ class Instance:
         if isinstance(number, sympy.logic.boolalg.BooleanAtom):
             return bool(number)
         return int(number) if number.is_integer else float(number)
+
+
+def _distinct(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with a tensor of its own for each entry: labels may be the ids themselves. None is written to."""
+    seen: set[int] = set()
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Tensor) and id(value) in seen:
+            return value.view_as(value)
+        seen.add(id(value))
+        return value
+
+    return pytree.tree_map(one, dict(batch))
 
 
 def symbols_of(kind: Kind, replace: Any) -> dict[Any, tuple[str, int]]:

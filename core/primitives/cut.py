@@ -17,12 +17,12 @@ class CutPipelineStage(Primitive):
 
     ::
 
-        transformer.h: 0 1 2 3 4 5    --h.2.cut_pipeline_stage()-->    stage 0: ... h.0 h.1 h.2 | stage 1: h.3 h.4 h.5 ...
+        h: 0 1 2 3 4 5    --h.2.cut_pipeline_stage()-->    stage 0: ... h.0 h.1 h.2 | stage 1: h.3 h.4 h.5 ...
 
-    ``build`` traces the modules around the cuts and splits them in program order. What derives from the raw batch alone
-    (masks, position ids, rotary tables) is computed on every stage that needs it, so it does not cross. A parameter that
-    several stages use is held by each of them, and its gradients are summed. After a module that is called several times
-    the stage ends with its last call.
+    ``build`` traces the modules around the cuts and splits them in program order. What derives from the raw batch
+    alone (masks, position ids, rotary tables) is computed on every stage that needs it, so it does not cross. A
+    parameter that several stages use is held by each of them, and its gradients are summed. Of a module that is called
+    several times the last call ends the stage.
 
     ``inputs``: example arguments of the whole model, of which shapes and dtypes matter (default, for a transformers
     model: ids, labels and a padding mask).

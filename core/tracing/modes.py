@@ -62,3 +62,15 @@ class Calls(TorchFunctionMode):
         if recorder is None or self._session.is_busy or self._session.is_other_thread:
             return function(*args, **(kwargs or {}))
         return recorder.call(function, args, kwargs or {})
+
+
+class Mark:
+    """The place in a graph where a call of the module at ``path`` has ended."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.__name__ = self.__qualname__ = "mark"
+        self.__module__ = __name__
+
+    def __call__(self) -> None:
+        """A mark does nothing."""

@@ -25,7 +25,7 @@ from ..errors import TraceError
 from ..execution import own_forward, plan_of, without_caches
 from .isolation import Untouched
 from .kind import arranger_of
-from .modes import Calls, Shapes, Spy
+from .modes import Calls, Mark, Shapes, Spy
 from .outputs import Leaves, Outputs
 from .patches import patched
 from .recorder import Recorder, Recording
@@ -35,18 +35,6 @@ _MACHINERY = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 call_module = nn.Module.__call__
 # whether there is a graph for a call already: (module, its arguments by name) -> bool
 Known = Callable[[nn.Module, dict[str, Any]], bool]
-
-
-class Mark:
-    """The place in a graph where a call of the module at ``path`` has ended."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.__name__ = self.__qualname__ = "mark"
-        self.__module__ = __name__
-
-    def __call__(self) -> None:
-        """A mark does nothing."""
 
 
 class _Recorded(BaseException):

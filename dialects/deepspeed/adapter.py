@@ -29,7 +29,7 @@ from partbook.core.pipeline import release
 from ..batches import check_first_batch
 from ..cuts import cut, cut_like
 from ..ranks import agree_on_weights, check_sizes, make_mesh, seed_ranks
-from .arguments import schedule_options
+from ..arguments import schedule_options
 from .config import load, resolve
 from .mpu import MeshUnit
 from .pipeline import Feed, StageModule, attach

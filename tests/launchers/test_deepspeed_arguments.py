@@ -92,9 +92,17 @@ def test_help_shows_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) -> N
         launcher.main(["--num_gpus", "2", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for flag in ("--schedule NAME|FILE.py:FUNCTION", "--tp N", "--schedule-arg KEY=VALUE", "--hostfile", "--num_gpus"):
+    for flag in (
+        "--schedule NAME|FILE.py:FUNCTION",
+        "--tp N",
+        "--pp N",
+        "--cuts auto|PATH,PATH",
+        "--schedule-arg KEY=VALUE",
+        "--hostfile",
+        "--num_gpus",
+    ):
         assert flag in text
-    assert "--schedule NAME [--tp N] script.py [its flags]" in text
+    assert "--schedule NAME [--tp N] [--pp N] script.py [its flags]" in text
 
 
 REFUSED = [
