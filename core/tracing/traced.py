@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -293,8 +294,8 @@ class Traced:
         return "\n".join([f"no graph of {path} is good for this call, and none can be made: {why}", *reasons])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        # Graphs hold names, not modules; only what is learnt later is the copy's own.
-        return dataclasses.replace(self, kinds=list(self.kinds))
+        # Graphs hold names, not modules. Stand-ins ask modules of the model, of the copy those of the copy.
+        return dataclasses.replace(self, kinds=list(self.kinds), stand_ins=copy.deepcopy(self.stand_ins, memo))
 
 
 @contextmanager
