@@ -2,8 +2,8 @@
 
 One training step (four micro-batches and an SGD step) of transformers' Llama at pp 2: by Partbook on DeepSpeed and on
 torch's pipelining, with automatic cuts and with even ones; by a DeepSpeed PipelineModule written by hand; and by
-torch's own ``pipeline()``. All start from the same weights and see the same batches. A system whose losses are not those of one
-process, in the first step or after all of them, is flagged.
+torch's own ``pipeline()``. All start from the same weights and see the same batches. A system whose losses are not
+those of one process, in the first step or after all of them, is flagged.
 """
 
 import argparse

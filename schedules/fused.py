@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from partbook.core import Schedule, cat, is_tracing
 
 from .parallel import column
 
-QKV = ("q_proj", "k_proj", "v_proj")
-GATE_UP = ("gate_proj", "up_proj")
+# What the families call them.
+QKV = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
+KV = (("k", "v"),)
+GATE_UP = (("gate_proj", "up_proj"), ("wi_0", "wi_1"))
+Names = tuple[tuple[str, ...], ...]
 
 
 class FusedLinear(nn.Linear):
@@ -68,16 +72,22 @@ class Part(nn.Module):
 
 
 def fuse_qkv(attention: nn.Module) -> nn.Module:
-    """``attention`` with q_proj, k_proj and v_proj as one ``qkv_proj``; its own forward stays."""
+    """``attention`` with its three projections as one ``qkv_proj``; its own forward stays."""
     return _fuse(attention, QKV, "qkv_proj")
 
 
+def fuse_kv(attention: nn.Module) -> nn.Module:
+    """A cross-attention, whose keys and values read another tensor than its queries, with one ``kv_proj``."""
+    return _fuse(attention, KV, "kv_proj")
+
+
 def fuse_gate_up(mlp: nn.Module) -> nn.Module:
-    """``mlp`` with gate_proj and up_proj as one ``gate_up_proj``; its own forward stays."""
+    """``mlp`` with its gate and up projection as one ``gate_up_proj``; its own forward stays."""
     return _fuse(mlp, GATE_UP, "gate_up_proj")
 
 
-def _fuse(module: nn.Module, names: tuple[str, ...], into: str) -> nn.Module:
+def _fuse(module: nn.Module, known: Names, into: str) -> nn.Module:
+    names = _names(module, known)
     linears: list[Any] = [module.get_submodule(name) for name in names]
     sizes, first = tuple(linear.out_features for linear in linears), linears[0]
     with torch.device("meta"):
@@ -87,10 +97,21 @@ def _fuse(module: nn.Module, names: tuple[str, ...], into: str) -> nn.Module:
     return new
 
 
-def mapping(module: nn.Module, names: tuple[str, ...], into: str) -> dict[str, Any]:
+def _names(module: nn.Module, known: Names) -> tuple[str, ...]:
+    return next(names for names in known if all(name in module._modules for name in names))
+
+
+def mapping(module: nn.Module, known: Names, into: str) -> dict[str, Any]:
     """What the fused linear of ``module`` is made of."""
+    names = _names(module, known)
     parameters = [name for name, _ in module.get_submodule(names[0]).named_parameters()]
     return {f"{into}.{parameter}": cat([f"{name}.{parameter}" for name in names]) for parameter in parameters}
+
+
+def fuse(node: Schedule, make: Callable[[nn.Module], nn.Module]) -> None:
+    """Replace ``node`` by what ``make``, one of the three above, makes of it."""
+    known = {fuse_qkv: (QKV, "qkv_proj"), fuse_kv: (KV, "kv_proj"), fuse_gate_up: (GATE_UP, "gate_up_proj")}
+    node.replace(make, mapping(node.module, *known[make]))
 
 
 def fused_column(fused: Schedule) -> None:

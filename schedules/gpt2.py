@@ -8,7 +8,7 @@ from torch import nn
 
 from partbook.core import Schedule, model_schedule, transpose
 
-from .graphs import core_of_gpt2, fuse_and_recompute, fuse_bias_activation
+from .graphs import GPT2, fuse_and_recompute, fuse_bias_activation
 from .options import Options, check_heads
 from .parallel import column, enter, row, split_sequence, split_vocabulary
 
@@ -28,7 +28,7 @@ def gpt2(sch: Schedule, options: Options) -> None:
         if sp:
             norms = [block[name] for block in blocks for name in ("ln_1", "ln_2")]
             split_sequence(blocks[0], norms, sch["transformer.ln_f"])
-    fuse_and_recompute(blocks, options, "attn", core_of_gpt2, fuse_bias_activation)
+    fuse_and_recompute(blocks, options, "attn", GPT2, fuse_bias_activation)
 
 
 def _split_block(block: Schedule, sp: bool) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from partbook.core import Schedule, model_schedule
 
-from .fused import GATE_UP, QKV, fuse_gate_up, fuse_qkv, fused_column, mapping
-from .graphs import core_of_llama, fuse_and_recompute, fuse_gated_activation, fuse_norms
+from .fused import fuse, fuse_gate_up, fuse_qkv, fused_column
+from .graphs import LLAMA, fuse_and_recompute, fuse_gated_activation, fuse_norms
 from .options import GatedOptions, check_heads
 from .parallel import column, enter, row, split_sequence, split_vocabulary
 
@@ -15,11 +15,10 @@ def llama(sch: Schedule, options: GatedOptions) -> None:
     """transformers' LlamaForCausalLM and the decoders that share its module names."""
     blocks = sch.select("model.layers.*")
     for block in blocks:
-        attn, mlp = block["self_attn"], block["mlp"]
         if options.fuse_qkv:
-            attn.replace(fuse_qkv, mapping(attn.module, QKV, "qkv_proj"))
+            fuse(block["self_attn"], fuse_qkv)
         if options.fuse_gate_up:
-            mlp.replace(fuse_gate_up, mapping(mlp.module, GATE_UP, "gate_up_proj"))
+            fuse(block["mlp"], fuse_gate_up)
     if options.tensor_parallel:
         sp = options.sequence_parallel
         split_vocabulary(sch, "model.embed_tokens", "lm_head")
@@ -29,7 +28,7 @@ def llama(sch: Schedule, options: GatedOptions) -> None:
         if sp:
             norms = [block[name] for block in blocks for name in ("input_layernorm", "post_attention_layernorm")]
             split_sequence(blocks[0], norms, sch["model.norm"])
-    fuse_and_recompute(blocks, options, "self_attn", core_of_llama, fuse_gated_activation)
+    fuse_and_recompute(blocks, options, "self_attn", LLAMA, fuse_gated_activation)
     fuse_norms(sch.select("**.*norm") if options.fuse_norm else [])
 
 

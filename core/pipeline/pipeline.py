@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,8 +29,8 @@ _MOST_KINDS = 32
 class Pipeline:
     """The stages of a model between its ``cuts``, for any batch: its *wiring* is made when the first of its kind comes.
 
-    Every rank that is given batches of the same look comes to the same wirings: they are made on the meta device, of the
-    whole model.
+    Every rank that is given batches of the same look comes to the same wirings: they are made on the meta device, of
+    the whole model.
     """
 
     def __init__(self, model: nn.Module, cuts: Sequence[str]) -> None:
@@ -52,6 +53,10 @@ class Pipeline:
     @property
     def wirings(self) -> tuple[Wiring, ...]:
         return tuple(self._wirings)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self.skeleton.parameters()), torch.device("meta"))
 
     def convert(self, dtype: torch.dtype) -> None:
         """Be the pipeline of the model converted to ``dtype``."""
@@ -109,7 +114,9 @@ class Pipeline:
             # With what its schedule has around its forward, as a sharded loss.
             whole = functools.partial(call_module, self.skeleton)
             try:
-                return session, session.record_call(whole, (), batch)
+                # A tensor that is made without a device is made on the default one, which stands for the model's here.
+                with torch.device(self._device):
+                    return session, session.record_call(whole, (), batch)
             except TraceError:
                 # A helper that only runs whole stays whole: what it gives crosses the boundaries.
                 if not session.within or session.within[-1] not in self._dissolved.helpers:
@@ -161,11 +168,20 @@ def accepted_names(model: nn.Module) -> set[str] | None:
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
             hints = typing.get_type_hints(original_class(model).forward)
-            [listed] = typing.get_args(hints.get(parameter.name)) or [None]
-            if listed is None or not typing.is_typeddict(listed):
+            [listed] = typing.get_args(hints.get(parameter.name)) or [_of_transformers(model)]
+            if not typing.is_typeddict(listed):
                 return None
             names |= set(listed.__annotations__)
     return names
+
+
+def _of_transformers(model: nn.Module) -> Any:
+    """What a transformers model may be given beyond the arguments that its forward names."""
+    # Looked up, not imported: a plain PyTorch model does not need transformers.
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    return sys.modules["transformers.utils.generic"].TransformersKwargs
 
 
 def refuse_unknown(model: nn.Module, batch: Mapping[str, Any]) -> None:

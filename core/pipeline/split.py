@@ -6,6 +6,7 @@ rotary tables) is computed on each stage that needs it; sizes are given to it as
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,10 @@ class Value:
 class Part:
     """What one stage does with one kind of batch.
 
-    ``received`` and ``sent`` are in the order of the wire, those with a gradient first. ``raw`` are inputs of the model,
-    ``facts`` sizes (and, for None, the device). The graph takes the stage, then received, raw and facts; it gives the
-    list of sent tensors, the last stage that of the model's outputs. ``modules`` and ``tensors`` are paths that it uses.
+    ``received`` and ``sent`` are in the order of the wire, those with a gradient first. ``raw`` are inputs of the
+    model, ``facts`` sizes (and, for None, the device). The graph takes the stage, then received, raw and facts; it
+    gives the list of sent tensors, the last stage that of the model's outputs. ``modules`` and ``tensors`` are paths
+    that it uses.
     """
 
     received: tuple[Value, ...]
@@ -145,7 +147,7 @@ class _Splitter:
         self.starts = [0, *ends]
         self.stage = {node: sum(self.order[node] > end for end in ends) for node in self.nodes}
         bounds = [-1, *ends, self.order[self.nodes[-1]]]
-        for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for i, (start, end) in enumerate(itertools.pairwise(bounds)):
             bound = (node for node in self.nodes if node not in self.free and node.op != "get_attr")
             if not any(start < self.order[node] < end for node in bound):
                 where = f"after {cuts[i - 1]!r}" if i else "before the first cut"

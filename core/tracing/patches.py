@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..loss import VocabularyParallelLoss
 from .constants import ask
+from .symbols import SIZES
 
 if TYPE_CHECKING:
     from .session import Session
@@ -33,6 +34,29 @@ _INTERNALS = (
     frozenset(vars(nn.Module())) - {"training"}
     # whether a block is recomputed is decided when it is called
     | {"forward", "_partbook_plan", "_partbook_steps", "gradient_checkpointing"}
+)
+# arguments of custom functions that a graph can hold
+_IN_GRAPHS = (
+    Tensor,
+    *SIZES,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    tuple,
+    list,
+    dict,
+    slice,
+    range,
+    torch.device,
+    torch.finfo,
+    type(...),
 )
 # what a class may say about its instances
 _NUMBERS = (bool, int, float, str)
@@ -107,7 +131,10 @@ def _modules(session: Session, patches: _Patches) -> None:
 def _autograd(session: Session, patches: _Patches) -> None:
     def custom(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # Its inside is not looked into: it has a backward of its own.
-        return session.leaf_function(CustomFunction(cls), args, kwargs)
+        kept = tuple((i, value) for i, value in enumerate(args) if not isinstance(value, _IN_GRAPHS))
+        places = {i for i, _ in kept}
+        left = tuple(value for i, value in enumerate(args) if i not in places)
+        return session.leaf_function(CustomFunction(cls, kept), left, kwargs)
 
     def is_grad_enabled() -> bool:
         if session.recorder is not None and not session.is_busy:
@@ -181,18 +208,22 @@ class LossCall:
 
 
 class CustomFunction:
-    """One ``torch.autograd.Function`` as the target of a node."""
+    """One ``torch.autograd.Function`` as the target of a node; ``kept`` are (place, value) of the arguments that have
+    no place in a graph: functions, process groups."""
 
-    def __init__(self, function: Any) -> None:
-        self.function = function
+    def __init__(self, function: Any, kept: tuple[tuple[int, Any], ...] = ()) -> None:
+        self.function, self.kept = function, kept
         self.__name__ = self.__qualname__ = function.__name__
         self.__module__ = __name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _APPLY(self.function, *args, **kwargs)
+        given = list(args)
+        for place, value in self.kept:
+            given.insert(place, value)
+        return _APPLY(self.function, *given, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CustomFunction) and self.function is other.function
+        return isinstance(other, CustomFunction) and (self.function, self.kept) == (other.function, other.kept)
 
     def __hash__(self) -> int:
         return hash(self.function)

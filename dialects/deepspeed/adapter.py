@@ -26,11 +26,11 @@ from partbook.core import (
 )
 from partbook.core.pipeline import release
 
+from ..arguments import schedule_options
 from ..batches import check_first_batch
 from ..cuts import cut, cut_like
 from ..ranks import agree_on_weights, check_sizes, make_mesh, seed_ranks
-from ..arguments import schedule_options
-from .config import load, resolve
+from .config import dtype_of, load, resolve
 from .mpu import MeshUnit
 from .pipeline import Feed, StageModule, attach
 from .pipeline.feed import LossFunction
@@ -75,8 +75,8 @@ def initialize(
     (paths, or "auto": balanced by FLOPs; "auto:parameters", "auto:time"); the loss is the model's own, or
     ``loss_fn(output, labels)``. ``weights`` (a Hugging Face folder, a dense model, or an int that
     seeds fresh initialisation) fills a model on the meta device. The config is used as it is: batch sizes count
-    dp = world / (tp * pp), 'auto' values are resolved; ``world_batches`` says that its train_batch_size was computed over all
-    ranks and is to be put right. ``engine.scheduled`` is the scheduled model.
+    dp = world / (tp * pp), 'auto' values are resolved; ``world_batches`` says that its train_batch_size was computed
+    over all ranks and is to be put right. ``engine.scheduled`` is the scheduled model.
 
     Collective: every rank calls it. Raises ConfigError, ScheduleError, ValueError or WeightsError before the model, the
     optimizer or an engine is touched.
@@ -102,6 +102,9 @@ def initialize(
 
     mesh = make_mesh(tp, pp)
     scheduled = _schedule(model, mesh, schedule, schedule_args, trial, weights, [parameters, optimizer])
+    if scheduled.pipeline is not None:
+        # As the engine will convert the model.
+        scheduled.pipeline.convert(dtype_of(config) or next(model.parameters()).dtype)
     feed = Feed(scheduled, loss_fn) if scheduled.stages else None
     _mark_parameters(scheduled)
     seed_ranks(mesh)

@@ -117,13 +117,13 @@ def _refuse_with_stages(config: Config) -> None:
     """What DeepSpeed's PipelineEngine cannot do, or does wrongly, with pipeline stages."""
     if Version(deepspeed.__version__) < Version(_FIRST_WITH_STAGES):
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} scales the gradients of pipeline stages wrongly when it accumulates them "
-            f"(DeepSpeed#8152)\n  hint: pip install 'deepspeed>={_FIRST_WITH_STAGES}'"
+            f"DeepSpeed {deepspeed.__version__} scales the gradients of pipeline stages wrongly when it accumulates "
+            f"them (DeepSpeed#8152)\n  hint: pip install 'deepspeed>={_FIRST_WITH_STAGES}'"
         )
     stage = _zero(config).get("stage", 0)
     if stage > 1:
         raise ConfigError(
-            f"ZeRO stage {stage} cannot be combined with pipeline stages: it partitions gradients that stages accumulate"
+            f"ZeRO stage {stage} cannot be combined with pipeline stages: it partitions gradients that they accumulate"
             '\n  hint: set "zero_optimization": {"stage": 1}'
         )
     if config.get("torch_autocast", {}).get("enabled"):
@@ -145,6 +145,11 @@ def _refuse_with_stages(config: Config) -> None:
 def _prepare_for_stages(config: Config) -> None:
     # On by default under tensor parallelism, where it takes one tensor with a gradient only.
     config.setdefault("pipeline", {}).update(pipe_partitioned=False, grad_partitioned=False)
+
+
+def dtype_of(config: Config) -> torch.dtype | None:
+    """The 16-bit dtype that the engine converts a model to; None where it leaves the model as it is."""
+    return next((dtype for name, dtype in _DTYPES.items() if config.get(name, {}).get("enabled")), None)
 
 
 def _zero(config: Config) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from partbook.core import Mesh, ScheduledModel, apply_schedule, build, create_schedule, materialize, rehearse
+from partbook.core import (
+    Mesh,
+    Schedule,
+    ScheduledModel,
+    apply_schedule,
+    build,
+    create_schedule,
+    find_schedule,
+    materialize,
+    rehearse,
+)
+from partbook.core.pipeline import release
 
 from ..batches import check_first_batch
+from ..cuts import cut, cut_like
+from ..micro_batches import LossFunction
 from ..ranks import agree_on_weights, make_mesh, seed_ranks
+from .orders import check_order, find_order, placement_of, usual_stages
+from .pipeline import PipelineModel
+from .reduction import spread
 
 
 def initialize(
@@ -22,26 +39,52 @@ def initialize(
     *,
     mesh: Mesh | None = None,
     tp: int = 1,
+    pp: int = 1,
+    cuts: str | Sequence[str] | None = None,
+    micro_batches: int | None = None,
+    pipeline_schedule: str = "1F1B",
+    stages_per_rank: int | None = None,
+    loss_fn: LossFunction | None = None,
     weights: Any = None,
     device: torch.device | str | None = None,
-) -> tuple[nn.Module, ScheduledModel]:
+) -> tuple[Any, ScheduledModel]:
     """Schedule ``model`` and make it ready to train: (the module to call, the scheduled model).
 
     ``weights`` (a folder, a dense model, a seed) fills a model on the meta device. With dp > 1 the module is wrapped in
     DistributedDataParallel over the dp group. Random streams are made equal within a tp group and different between dp
     ranks; the first batch is checked to be the same on all ranks of a tp group.
+
+    With pp > 1 the first value is a ``PipelineModel``, which trains with ``step(batch)``: ``micro_batches`` at a time
+    in the order of ``pipeline_schedule``, one of torch.distributed.pipelining by its name there. The schedule's own
+    cuts make the stages, else ``cuts`` (paths, or "auto": balanced by FLOPs; "auto:parameters", "auto:time"). Orders
+    that interleave run several stages on each rank, ``stages_per_rank`` (default 2) of automatic cuts. The loss is the
+    model's own, or ``loss_fn(output, labels)``.
+
+    Collective. Raises ScheduleError or ValueError before the model is touched.
     """
-    mesh = mesh or make_mesh(tp)
+    mesh = mesh or make_mesh(tp, pp)
+    if mesh.pp > 1:
+        if micro_batches is None or micro_batches < 1:
+            raise ValueError(f"micro_batches={micro_batches}: pass into how many micro-batches a step cuts its batch")
+        order = find_order(pipeline_schedule)
+        trial = _rehearse_stages(model, mesh, schedule, schedule_args, cuts, order, stages_per_rank, device)
+        check_order(order, len(trial.state.cuts) + 1, mesh.pp, micro_batches)
+        _refuse_meta(model, weights)
+        scheduled = _schedule_stages(model, mesh, schedule, schedule_args, trial, order)
+        _fill(scheduled, weights, device)
+        spread(scheduled)
+        seed_ranks(mesh)
+        return PipelineModel(scheduled, order, micro_batches, loss_fn), scheduled
+    given = {"cuts": cuts, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank, "loss_fn": loss_fn}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}= is for a model that is cut into pipeline stages, and pp is 1")
     sch = create_schedule(model, mesh)
     rehearse(sch, schedule, schedule_args)
-    if weights is None and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("the model is on the meta device: pass weights= (a folder, a dense model, or a seed)")
+    _refuse_meta(model, weights)
     agree_on_weights(model, mesh)
     scheduled = build(apply_schedule(sch, schedule, schedule_args))
-    if weights is not None:
-        materialize(scheduled, weights, device=device)
-    if device is not None:
-        model.to(device)
+    _fill(scheduled, weights, device)
     seed_ranks(mesh)
     check_first_batch(model, mesh)
     if mesh.dp == 1:
@@ -49,10 +92,57 @@ def initialize(
     return DistributedDataParallel(model, process_group=mesh.dp_group), scheduled
 
 
+def _rehearse_stages(
+    model: nn.Module,
+    mesh: Mesh,
+    schedule: Any,
+    schedule_args: Any,
+    cuts: Any,
+    order: str,
+    asked: int | None,
+    device: Any,
+) -> Schedule:
+    """What the schedule and its cuts would make of the model."""
+    if mesh.pp_group is None or mesh.model_group is None:
+        raise ValueError(f"{mesh} has no process groups: make_mesh(tp, pp) gives a mesh that has")
+    count = mesh.pp * (asked or usual_stages(order))
+    sch = create_schedule(model, mesh)
+    trial = rehearse(sch, schedule, schedule_args, lambda trial: cut(trial, cuts, device or "cpu", count))
+    found = len(trial.state.cuts) + 1
+    if asked is not None and found != count:
+        raise ValueError(f"stages_per_rank={asked} on pp={mesh.pp} are {count} stages, and the cuts make {found}")
+    return trial
+
+
+def _schedule_stages(
+    model: nn.Module, mesh: Mesh, schedule: Any, schedule_args: Any, trial: Schedule, order: str
+) -> ScheduledModel:
+    agree_on_weights(model, mesh)
+    sch = create_schedule(model, mesh)
+    find_schedule(schedule)(sch, schedule_args)
+    cut_like(sch, trial)
+    scheduled = build(sch, placement_of(order))
+    release(model, scheduled.model)
+    return scheduled
+
+
+def _fill(scheduled: ScheduledModel, weights: Any, device: Any) -> None:
+    if weights is not None:
+        materialize(scheduled, weights, device=device)
+    if device is not None:
+        scheduled.model.to(device)
+
+
+def _refuse_meta(model: nn.Module, weights: Any) -> None:
+    if weights is None and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("the model is on the meta device: pass weights= (a folder, a dense model, or a seed)")
+
+
 def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
     """Scale all gradients so that the norm over the whole model is at most ``max_norm``; returns the norm before.
 
-    A slice counts on every rank that holds a different one, a replicated parameter once. Collective over tp.
+    A slice counts on every rank that holds a different one, a replicated parameter once, and one that several stages
+    hold once. Collective over tp and pp.
     """
     mesh = scheduled.mesh
     grads = [(name, p.grad) for name, p in scheduled.model.named_parameters() if p.grad is not None]
@@ -61,11 +151,17 @@ def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
         for name, grad in grads
         if scheduled.counts_here(name)
     ]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=next(scheduled.model.parameters()).device)
-    if mesh.tp > 1:
-        dist.all_reduce(total, group=mesh.tp_group)
+    total = torch.stack(squares).sum() if squares else _zero(scheduled.model)
+    if mesh.tp * mesh.pp > 1:
+        dist.all_reduce(total, group=mesh.model_group if mesh.pp > 1 else mesh.tp_group)
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, grad in grads:
         grad.mul_(scale.to(grad.dtype))
     return norm
+
+
+def _zero(model: nn.Module) -> Tensor:
+    """In the dtype and on the device of a sum over gradients."""
+    like = next(model.parameters(), torch.zeros(()))
+    return torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)

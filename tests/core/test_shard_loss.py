@@ -71,6 +71,49 @@ def test_bfloat16_logits_are_reduced_in_float32():
     assert logits.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("make", [models.bert, models.t5])
+def test_a_forward_with_a_cross_entropy_of_its_own_keeps_it_on_one_rank(make):
+    model, dense, batch = make(), make(), models.batch(padded=True)
+    head = "cls.predictions.decoder" if make is models.bert else "lm_head"
+    sch = create_schedule(model)
+    sch[head].shard("weight", axis=0)
+    sch.shard_loss(head, labels="same")
+    assert sch.state.sharded_losses == [head]
+    assert torch.equal(model(**batch).loss, dense(**batch).loss)
+    assert_replays(sch, make())
+
+
+class Delegating(models.GPT2LMHeadModel):
+    """Asks for its loss through its parent's forward."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return super().forward(input_ids, labels=labels, **kwargs)
+
+
+def test_a_forward_may_ask_for_its_loss_through_its_parents():
+    split_head(create_schedule(Delegating(models.gpt2().config), Mesh(tp=2))).shard_loss("lm_head")
+
+
+WRONG_LABELS = [
+    (models.gpt2, {"labels": "same"}, "the forward of GPT2LMHeadModel asks its loss_function", 'labels="next"'),
+    (models.t5, {}, "the forward of T5ForConditionalGeneration does not ask its loss_function", 'labels="same"'),
+    (models.t5, {"labels": "some"}, "no labels 'some'", "did you mean 'same'"),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("make", "given", "message"), [(make, given, text) for make, given, *text in WRONG_LABELS])
+def test_labels_that_are_not_the_models_are_refused(tp, make, given, message):
+    sch = split_head(create_schedule(make(), Mesh(tp=tp)))
+    assert_refused(sch, lambda s: s.shard_loss("lm_head", **given), *message)
+
+
+def test_a_model_with_a_loss_of_its_own_is_not_checkpointed_as_a_whole():
+    for tp in (1, 2):
+        sch = split_head(create_schedule(models.t5(), Mesh(tp=tp))).shard_loss("lm_head", labels="same")
+        assert_refused(sch, lambda s: s.checkpoint(), "the model that holds a sharded loss cannot be checkpointed")
+
+
 REFUSALS = [
     (models.gpt2, None, "lm_hed", "it has no module 'lm_hed'", "'lm_head'"),
     (

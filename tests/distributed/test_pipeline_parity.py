@@ -55,17 +55,24 @@ class Case:
 
 
 FOUR = {"layers": 4}
+T5_CUTS = "encoder.block.0,encoder,decoder.block.0"
 ON_2 = [
     Case("gpt2", built_with=FOUR),
     Case("gpt2", stage=1, cuts="transformer.h.0.attn"),
     Case("llama", optimizer=ADAMW, options={"checkpoint_ratio": 0.5}, cuts="model.layers.0"),
     Case("llama", stage=1, built_with={"tied": True}),
+    Case("bert"),
+    Case("t5", stage=1),
 ]
 ON_4 = [
     Case("gpt2", pp=4, built_with=FOUR),
     Case("llama", pp=4, stage=1, built_with=FOUR),
     Case("gpt2", tp=2),
     Case("llama", tp=2, stage=1, options={"sequence_parallel": True}),
+    Case("bert", tp=2, stage=1),
+    Case("t5", tp=2),
+    # three owners of the embedding; two tensors with gradients, and one that has none
+    Case("t5", pp=4, cuts=T5_CUTS),
 ]
 
 
@@ -102,7 +109,7 @@ def check_training(case: Case, limit: float = 1e-5) -> None:
     optimizer = getattr(torch.optim, case.optimizer["type"])(dense.parameters(), **case.optimizer["params"])
     engine, *_ = initialize(
         model=copy.deepcopy(dense),
-        schedule="gpt2" if case.family == "gpt2" else case.family,
+        schedule=case.family,
         schedule_args=case.options,
         tp=case.tp,
         pp=case.pp,

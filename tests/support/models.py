@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -17,6 +19,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 VOCABULARY = 99
@@ -48,6 +52,35 @@ def mistral(**options: Any) -> PreTrainedModel:
 def qwen2(**options: Any) -> PreTrainedModel:
     """Llama's shape with biases on q, k and v only."""
     return _decoder(Qwen2ForCausalLM, Qwen2Config, **options)
+
+
+def bert(
+    *, cls: Any = BertForMaskedLM, vocab: int = VOCABULARY, tied: bool = True, dropout: float = 0.0, layers: int = 2,
+    seed: int = 0, **config: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """A BERT with 4 heads of 8; ``cls``: the head on it."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    model = cls(BertConfig(**{**sizes, **heads, "vocab_size": vocab, "tie_word_embeddings": tied, **config}))
+    _randomise_biases(model)
+    return model
+
+
+def t5(
+    *, cls: Any = T5ForConditionalGeneration, config_cls: Any = T5Config, vocab: int = VOCABULARY, tied: bool = True,
+    gated: bool = False, dropout: float = 0.0, layers: int = 2, seed: int = 0, **config: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """A T5 with 4 heads of 8. ``gated``: as version 1.1. Not ``tied``: the head has a weight of its own."""
+    torch.manual_seed(seed)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": layers, "num_heads": 4, "dropout_rate": dropout}
+    form = {"feed_forward_proj": "gated-gelu" if gated else "relu", "relative_attention_num_buckets": 8}
+    ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = cls(config_cls(**{**sizes, **form, **ends, "vocab_size": vocab, "tie_word_embeddings": tied, **config}))
+    if not tied:
+        model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    _randomise_biases(model)
+    return model
 
 
 def _decoder(
@@ -90,6 +123,12 @@ def batch(
     mask[0::2, :3] = 0
     mask[1::2, -2:] = 0
     return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def pair(*, padded: bool = False, **options: Any) -> dict[str, Tensor]:
+    """A batch for an encoder-decoder, whose labels are shorter than its ids."""
+    found = batch(padded=padded, **options)
+    return {**found, "labels": found["labels"][:, -10:].flip(1)}
 
 
 def on_meta(make: Callable[..., nn.Module], **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Stages in DeepSpeed's own PipelineEngine: its schedule, optimizer and checkpoints, with our micro-batches and wires."""
+"""Stages in DeepSpeed's own PipelineEngine: its schedule, optimizer and checkpoints; our micro-batches and wires."""
 
 from .engine import attach as attach
 from .feed import EndOfData as EndOfData

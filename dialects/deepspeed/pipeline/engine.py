@@ -47,17 +47,20 @@ def _eval_batch(
     compute_loss: bool = True, reduce_output: str | None = "avg", bcast_loss: bool = True,
     num_micro_batches: int | None = None,
 ) -> Any:  # fmt: skip
-    """``PipelineEngine.eval_batch``, for batches of any sizes."""
-    _load(engine, feed, data_iter, num_micro_batches or engine.micro_batches, training=False)
-    feed.computes_loss = compute_loss
-    # An evaluation without a loss leaves a sum of logits here, which the next one would add to.
+    """``PipelineEngine.eval_batch``, for batches of any sizes. Logits are those of the last stage's own rank."""
+    count = num_micro_batches or engine.micro_batches
+    _load(engine, feed, data_iter, count, training=False)
+    feed.computes_loss, feed.outputs = compute_loss, []
+    # What one evaluation leaves here the next one would add to.
     engine.total_loss = None
-    result = PipelineEngine.eval_batch(
-        engine, data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
-    )
-    engine.total_loss = None
+    reduce = reduce_output if compute_loss else None
+    found = PipelineEngine.eval_batch(engine, data_iter, return_logits, compute_loss, reduce, bcast_loss, count)
     wires.finish()
-    return result
+    if compute_loss:
+        return found
+    outputs, feed.outputs = feed.outputs, []
+    result = engine._reduce_outputs(outputs, reduce=reduce_output, micro_batches=count) if outputs else None
+    return (result, outputs[-1] if outputs else None) if return_logits else result
 
 
 def _load(engine: PipelineEngine, feed: Feed, iterator: Any, count: int, *, training: bool) -> None:

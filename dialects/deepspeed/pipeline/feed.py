@@ -23,13 +23,13 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class EndOfData(PartbookError, StopIteration):
-    """The iterator ended before a whole step's micro-batches were there, on every rank at once; none of them was used."""
+    """The iterator ended before a whole step's micro-batches were there: on every rank at once, and none was used."""
 
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on one rank. ``looks`` are the model's inputs as every rank knows them, ``values`` those that this
-    rank has, ``carried`` what each boundary carries of them for ranks without an iterator."""
+    """One micro-batch on one rank. ``looks`` are the model's inputs as every rank knows them, ``values`` those that
+    this rank has, ``carried`` what each boundary carries of them for ranks without an iterator."""
 
     instance: Instance
     looks: Mapping[str, Tensor]
@@ -53,7 +53,8 @@ class Feed:
         self.mesh, self.stage = scheduled.mesh, scheduled.mesh.pp_rank
         self.loss_fn = loss_fn
         self.batches: list[MicroBatch] = []
-        self.output: Any = None
+        # of an evaluation without a loss, by micro-batch
+        self.outputs: list[Tensor] = []
         self._loss: Any = None
         self.computes_loss = True
         self._is_checked: set[bool] = set()
@@ -101,7 +102,7 @@ class Feed:
         if not isinstance(item, Mapping):
             if not isinstance(item, tuple | list) or len(item) != 2:
                 raise ValueError(
-                    f"a batch is a {type(item).__name__}, not a dict of the model's arguments or a pair (inputs, labels)"
+                    f"a batch is a {type(item).__name__}, no dict of the model's arguments and no pair (inputs, labels)"
                 )
             inputs, labels = item
         named = dict(inputs) if isinstance(inputs, Mapping) else self._by_position(inputs)
@@ -147,16 +148,21 @@ class Feed:
         return _Joined.apply(batch, *differentiable)
 
     def _finish(self, result: Any, batch: MicroBatch) -> Any:
-        self.output = result
         if torch.is_grad_enabled():
             self._loss = self._loss_from(result, batch)
             return self._loss
         self._loss = self._loss_from(result, batch) if self.computes_loss else None
         logits = result.get("logits") if isinstance(result, Mapping) else None
-        first = next(t for t in tree_leaves(result) if isinstance(t, Tensor))
-        return first if logits is None else logits
+        if logits is None:
+            logits = next(t for t in tree_leaves(result) if isinstance(t, Tensor))
+        if self.computes_loss:
+            return logits
+        # DeepSpeed would add up what is no loss, and batches differ in size.
+        self.outputs.append(logits)
+        return logits.new_zeros(())
 
     def _loss_from(self, result: Any, batch: MicroBatch) -> Tensor:
+        loss: Any
         if self.loss_fn is not None:
             loss = self.loss_fn(result, batch.labels)
         else:
@@ -229,7 +235,7 @@ def _difference(what: str, first: int, here: Mapping[str, Any], other: int, ther
     return (
         f"the ranks of one pipeline must see the same batches, but {names[0]!r} of {what} differs between its ranks "
         f"{first} and {other}: {seen}\n"
-        "  hint: split the data over the data-parallel ranks only, and seed its order equally on the ranks of a pipeline"
+        "  hint: split the data over the data-parallel ranks only, and seed its order equally in a pipeline"
     )
 
 

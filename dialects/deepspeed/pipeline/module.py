@@ -26,10 +26,10 @@ class StageLayer(nn.Module):
         # The registries themselves: what is put into the stage later is here too.
         for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[registry] = stage.__dict__[registry]
-        self.__dict__["_feed"] = feed
+        self.feed = feed
 
     def forward(self, number: Tensor) -> Any:
-        return self._feed.run(int(number), self)
+        return self.feed.run(int(number), self)
 
 
 class StageModule(PipelineModule):
