@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from partbook.core import Mesh, Schedule, ScheduledModel, build, create_schedule
 
+# the input of the plain models
+X = {"x": torch.linspace(-1, 1, 12).view(3, 4)}
+
 
 def cut(model: nn.Module, *paths: str, inputs: Mapping[str, Any] | None = None) -> ScheduledModel:
     """``model`` cut after ``paths``, every stage in this process."""
@@ -96,3 +99,32 @@ def assert_same(scheduled: ScheduledModel, eager: nn.Module, batch: Mapping[str,
         one, other = gradients[name], parameter.grad
         assert (one is None) == (other is None), name
         assert one is None or other is None or torch.equal(one, other), name
+
+
+class Linears(nn.Module):
+    """Four linears of width 4, called by the forward of each model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+
+class Skip(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        return self.d(self.c(self.b(first).relu()) + first)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+        self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            for linear in row:
+                x = linear(x).tanh()
+        return self.last(x)
