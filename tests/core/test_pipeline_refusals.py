@@ -119,7 +119,7 @@ def test_what_cannot_be_cut_is_refused(model: type[nn.Module], cuts: tuple[str, 
     assert message in str(refused.value)
     if model in (WritesLater, Outer):
         # the line
-        assert "test_pipeline_plain.py" in str(refused.value)
+        assert "test_pipeline_refusals.py" in str(refused.value)
     assert sch.history.to_json() == before[0]
     for name, tensor in sch.module.state_dict().items():
         assert torch.equal(tensor, before[1][name])
