@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,3 +140,23 @@ def cat(parts: Sequence[Expression | str], dim: int = 0) -> Cat:
 def transpose(part: Expression | str) -> Transpose:
     """For a ``mapping``: ``{"weight": transpose("weight")}``."""
     return Transpose(as_expression(part))
+
+
+def to_json(expression: Expression) -> dict[str, Any]:
+    """As JSON values. Raises ValueError for an expression of another kind than these."""
+    if isinstance(expression, Source):
+        return {"source": expression.name}
+    if isinstance(expression, Cat):
+        return {"cat": [to_json(part) for part in expression.parts], "dim": expression.dim}
+    if isinstance(expression, Transpose):
+        return {"transpose": to_json(expression.part)}
+    raise ValueError(f"a {type(expression).__name__} cannot be saved")
+
+
+def from_json(content: Mapping[str, Any]) -> Expression:
+    """What ``to_json`` saved."""
+    if "source" in content:
+        return Source(content["source"])
+    if "cat" in content:
+        return Cat(tuple(map(from_json, content["cat"])), content["dim"])
+    return Transpose(from_json(content["transpose"]))

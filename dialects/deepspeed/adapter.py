@@ -34,6 +34,7 @@ from .config import dtype_of, load, resolve
 from .mpu import MeshUnit
 from .pipeline import Feed, StageModule, attach
 from .pipeline.feed import LossFunction
+from .resume import resume_at_any_size
 from .weights import refuse_partial_saves
 
 # ZeRO-3's hooks fetch a module's parameters; those that are read elsewhere it fetches when they are read.
@@ -125,6 +126,7 @@ def initialize(
     else:
         check_first_batch(model, mesh)
     refuse_partial_saves(engine)
+    resume_at_any_size(engine, scheduled)
     engine.scheduled = scheduled
     return (engine, *others)
 
