@@ -76,7 +76,7 @@ def test_gradients_go_back_the_same_way():
 
 def test_one_rank_of_a_virtual_mesh_has_no_whole():
     scheduled = scheduled_ranks("gpt2", 2, {})[0]
-    with pytest.raises(RuntimeError, match=r"a virtual mesh \(tp=2\) has this rank's part only"):
+    with pytest.raises(RuntimeError, match=r"a virtual mesh \(tp=2 pp=1\) has this rank's part only"):
         consolidate(scheduled)
 
 
