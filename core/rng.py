@@ -1,9 +1,10 @@
-"""Random numbers under tensor parallelism: equal on replicated activations, different inside sharded regions.
+"""Random numbers under model parallelism: equal on replicated activations, different inside sharded regions and stages.
 
 The default stream is equal on the ranks of one tp group and runs through replicated code. A *forked* region draws one
 seed from it and runs on a stream of its own, seeded with that number and the tp rank; afterwards the default stream
 goes on from where the draw left it. Nothing is kept between regions, so restoring the default stream, as
-``torch.utils.checkpoint`` does before it recomputes, restores everything.
+``torch.utils.checkpoint`` does before it recomputes, restores everything. The *stage* of a pipeline is such a region,
+for which its stream is the default one: the scripts of all ranks draw the same, whatever their stages draw.
 """
 
 from __future__ import annotations
@@ -35,14 +36,30 @@ def set_streams(states: list[Tensor]) -> None:
 @contextmanager
 def forked(tp_rank: int) -> Iterator[None]:
     """Run on a stream that differs between the tp ranks."""
-    # The seed comes from the host's stream: no device synchronisation.
-    seed = int(torch.randint(2**48, (), device="cpu"))
-    _shared_streams.append(get_streams())
-    torch.manual_seed(seed * 1024 + tp_rank)
+    _shared_streams.append(_branch(tp_rank))
     try:
         yield
     finally:
         set_streams(_shared_streams.pop())
+
+
+@contextmanager
+def of_stage(number: int) -> Iterator[None]:
+    """Run on a stream that differs between ``number``s: those of the stages of a pipeline and their dp replicas."""
+    default = _branch(number)
+    try:
+        yield
+    finally:
+        set_streams(default)
+
+
+def _branch(number: int) -> list[Tensor]:
+    """Seed the default streams with a draw from the host's and ``number``; gives their states after the draw."""
+    # From the host's stream: no device synchronisation.
+    seed = int(torch.randint(2**48, (), device="cpu"))
+    states = get_streams()
+    torch.manual_seed(seed * 1024 + number)
+    return states
 
 
 @contextmanager

@@ -55,6 +55,11 @@ def skeleton_of(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
+    for module in model.modules():
+        for value in vars(module).values():
+            # A single number goes with tensors of any device, and its value may be asked for.
+            if isinstance(value, Tensor) and value.dim():
+                memo[id(value)] = value.detach().to("meta")
     return copy.deepcopy(model, memo)
 
 

@@ -58,22 +58,19 @@ def check_sizes(tp: int, pp: int, world: int) -> int:
 
 
 def seed_ranks(mesh: Mesh) -> None:
-    """Equal random streams within a tp group, where its first rank's stand; different ones for dp and pp ranks.
+    """Equal random streams within a tp group, where its first rank's stand; different ones for dp ranks.
 
-    The first rank's streams go on undisturbed, so whatever the script draws from them stays what it was.
+    The first rank's streams go on undisturbed, so whatever the script draws from them stays what it was. Stages draw
+    from streams of their own.
     """
-    if mesh.pp > 1:
-        # Dropout of one stage must not repeat that of another.
-        first: list[Any] = [torch.initial_seed()]
-        dist.broadcast_object_list(first, group=mesh.model_group, group_src=0)
-        if mesh.pp_rank:
-            torch.manual_seed(first[0] + mesh.pp_rank * mesh.dp)
     if mesh.tp == 1 or mesh.is_virtual:
         return
     shared: list[Any] = [rng.get_streams(), torch.initial_seed()]
     dist.broadcast_object_list(shared, src=mesh.rank - mesh.tp_rank, group=mesh.tp_group)
     streams, seed = shared
     rng.set_streams(streams)
+    if mesh.pp > 1:
+        return
     everyone: list[Any] = [None] * mesh.dp
     dist.all_gather_object(everyone, [state.tolist() for state in streams], group=mesh.dp_group)
     if everyone[mesh.dp_rank] in everyone[: mesh.dp_rank]:
@@ -96,14 +93,14 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
     dist.all_gather_object(sums, mine, group=mesh.model_group)
     if all(other == sums[0] for other in sums):
         return
-    device = _communication_device(mesh)
+    device = communication_device(mesh)
     for tensor in tensors:
         moved = tensor.detach().to(device)
         dist.broadcast(moved, group=mesh.model_group, group_src=0)
         tensor.detach().copy_(moved)
 
 
-def _communication_device(mesh: Mesh) -> torch.device:
+def communication_device(mesh: Mesh) -> torch.device:
     """Where the model group's backend takes its tensors, whatever device the model is on so far."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or "gloo" in dist.get_backend(mesh.model_group):

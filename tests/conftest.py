@@ -20,6 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under ``-n 2``: tests that start processes run one after the other, beside them the files of the others."""
+    for item in items:
+        starts_processes = item.path.parent.name in ("distributed", "launchers", "tests")
+        item.add_marker(pytest.mark.xdist_group("processes" if starts_processes else item.path.stem))
+
+
 def folder_of(package: str) -> Path | None:
     """Where ``import package`` would find it, without running its code; None when it would not."""
     try:

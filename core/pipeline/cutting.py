@@ -41,7 +41,7 @@ def cut_model(state: State, placement: Placement) -> Cut:
     try:
         pipeline = pipeline_of(state)
     except GuardError as error:
-        hint = "cut after a module that contains it"
+        hint = "cut after a module that contains it, or cut with inputs= that look like the batches"
         return Cut(model, problems=(Problem(f"the model cannot be traced down to its cuts: {error}", hint),))
     held = holdings_of(pipeline, model)
     ranks = [rank_of(stage, mesh.pp, placement) for stage in range(len(held))]

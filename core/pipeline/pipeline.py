@@ -69,7 +69,7 @@ class Pipeline:
     def wiring(self, batch: Mapping[str, Any], training: bool) -> Wiring:
         """The wiring for a batch: the arguments of the model's forward by name, of which only the look matters.
 
-        Gradient mode and autocast count as they are. Raises GuardError for a kind of batch that cannot be split.
+        Gradient mode counts as it is. Raises GuardError for a kind of batch that cannot be split.
         """
         looks = tensors_of(shapes_of(batch) or {}, self.skeleton)
         self.skeleton.train(training)

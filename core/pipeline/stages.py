@@ -89,6 +89,14 @@ def subtree(model: nn.Module, holding: Holding) -> nn.Module:
     return tree
 
 
+def share(owner: nn.Module, stage: nn.Module) -> None:
+    """Give ``owner``, a runtime's module for a stage, the stage's modules and tensors under the same names."""
+    # The registries themselves: what is put into the stage later is the owner's too.
+    for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        owner.__dict__[registry] = stage.__dict__[registry]
+    owner.__dict__.update(_plain_tensors(stage))
+
+
 def _parent(tree: nn.Module, path: str) -> tuple[nn.Module, str]:
     *names, last = path.split(".")
     for name in names:

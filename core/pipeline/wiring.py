@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..errors import GuardError
 from ..loss import loss_follows
 from ..tracing.code import compile_graph
 from ..tracing.isolation import ModesKept
@@ -110,6 +111,7 @@ class Instance:
                 stack.enter_context(loss_follows())
             results = self.wiring.function(stage)(module, *received, *raw, *facts)
         if part.sent or stage < len(self.wiring.parts) - 1:
+            _check_dtypes(stage, part, results)
             return results
         spec = self.wiring.kind.output
         return results[0] if spec.is_leaf() else pytree.tree_unflatten(results, spec)
@@ -119,6 +121,17 @@ class Instance:
         if isinstance(number, sympy.logic.boolalg.BooleanAtom):
             return bool(number)
         return int(number) if number.is_integer else float(number)
+
+
+def _check_dtypes(stage: int, part: Part, results: Sequence[Tensor]) -> None:
+    """A receiver knows the dtypes of the trace, and would take other bytes for numbers of them."""
+    for tensor, value in zip(results, part.sent, strict=True):
+        if tensor.dtype != value.dtype:
+            raise GuardError(
+                f"{value.name!r}, which stage {stage} sends, is {tensor.dtype}, and was {value.dtype} when the model "
+                "was cut\n  hint: autocast is not seen by the trace, nor is a conversion after it: convert the model "
+                "before it is scheduled, or cut where that tensor does not cross"
+            )
 
 
 def _distinct(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,8 +171,9 @@ class _LossSharing:
         if isinstance(output, tuple):
             loss, logits, *rest = output
             return (loss, self._whole(logits, training), *rest)
-        output.logits = self._whole(output.logits, training)
-        return output
+        # Made anew: what is set to None as an attribute stays under its key.
+        entries = {name: value for name, value in output.items() if name != "logits"}
+        return type(output)(**entries, logits=self._whole(output.logits, training))
 
     def _whole(self, logits: Tensor, training: bool) -> Tensor | None:
         return None if training else gather_columns(logits, self.layout, self.mesh)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 # Different from each other: equal sizes would be taken for one.
-_BATCH, _LENGTH, _SHORT = 2, 7, 5
+_BATCH, _LENGTH, _SHORT, _CHOICES = 2, 7, 5, 3
 _LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "LMHead")
 
 
@@ -63,7 +63,8 @@ def default_inputs(model: nn.Module, multiple: int = 1) -> list[dict[str, Any]]:
         return [{"pixel_values": TensorLike((_BATCH, getattr(config, "num_channels", 3), 64, 96), torch.float32)}]
     if model.main_input_name != "input_ids":
         return []
-    ids = TensorLike((_BATCH, _LENGTH * multiple), torch.int64)
+    lead = (_BATCH, _CHOICES) if type(model).__name__.endswith("ForMultipleChoice") else (_BATCH,)
+    ids = TensorLike((*lead, _LENGTH * multiple), torch.int64)
     inputs = {"input_ids": ids}
     if "decoder_input_ids" in known:
         inputs["labels" if labels else "decoder_input_ids"] = TensorLike((_BATCH, _SHORT * multiple), torch.int64)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
-from torch.optim import Optimizer
 
 from partbook.core import (
     RUNTIMES,
@@ -29,11 +28,12 @@ from partbook.core.pipeline import release
 from ..arguments import schedule_options
 from ..batches import check_first_batch
 from ..cuts import cut, cut_like
+from ..micro_batches import LossFunction
 from ..ranks import agree_on_weights, check_sizes, make_mesh, seed_ranks
 from .config import dtype_of, load, resolve
+from .groups import check_groups, check_groups_of_stages, exchange
 from .mpu import MeshUnit
 from .pipeline import Feed, StageModule, attach
-from .pipeline.feed import LossFunction
 from .resume import resume_at_any_size
 from .weights import refuse_partial_saves
 
@@ -97,12 +97,15 @@ def initialize(
     _refuse_partitioned(model)
     device = get_accelerator().current_device_name()
     trial = rehearse(create_schedule(model, plan), schedule, schedule_args, lambda sch: cut(sch, cuts, device))
-    _check_groups(trial, model, parameters if optimizer is None else optimizer)
+    known = parameters if optimizer is None else optimizer
+    check_groups(trial, model, known)
+    check_groups_of_stages(trial, model, known, config)
     if weights is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model is on the meta device: pass weights= (a folder, a dense model, or a seed)")
 
     mesh = make_mesh(tp, pp)
-    scheduled = _schedule(model, mesh, schedule, schedule_args, trial, weights, [parameters, optimizer])
+    holders = [parameters, optimizer, lr_scheduler]
+    scheduled = _schedule(model, mesh, schedule, schedule_args, trial, weights, holders)
     if scheduled.pipeline is not None:
         # As the engine will convert the model.
         scheduled.pipeline.convert(dtype_of(config) or next(model.parameters()).dtype)
@@ -162,21 +165,6 @@ def _refuse_partitioned(model: nn.Module) -> None:
         )
 
 
-def _check_groups(trial: Schedule, model: nn.Module, known: Any) -> None:
-    """Parameters that a schedule makes one must be in one group of the user's optimizer, which has no state yet."""
-    if isinstance(known, Optimizer) and any(known.state.values()):
-        raise ValueError("the optimizer has made steps already: its state has the shapes of the whole parameters")
-    groups = {id(p): i for i, group in enumerate(_groups(known)) for p in group["params"]}
-    named = dict(model.named_parameters())
-    for name, expression in trial.state.weights.items():
-        held = {groups.get(id(named[source])) for source in expression.names()}
-        if groups and len(held) > 1:
-            raise ValueError(
-                f"{', '.join(expression.names())} become one parameter {name}, but are in different groups of the "
-                "optimizer\n  hint: put them in one group, or do not fuse them"
-            )
-
-
 def _schedule(
     model: nn.Module, mesh: Mesh, schedule: Any, schedule_args: Any, trial: Schedule, weights: Any, holders: list[Any]
 ) -> ScheduledModel:
@@ -196,33 +184,8 @@ def _schedule(
         for name, expression in scheduled.weights.items()
         for source in expression.names()
     }
-    elsewhere = {id(parameter) for parameter in before.values()} - after.keys()
-    for holder in holders:
-        _exchange(holder, after, elsewhere)
+    exchange(holders, after, {id(parameter) for parameter in before.values()} - after.keys())
     return scheduled
-
-
-def _groups(known: Any) -> list[dict[str, Any]]:
-    if isinstance(known, Optimizer):
-        return known.param_groups
-    if isinstance(known, list) and known:
-        return known if isinstance(known[0], dict) else [{"params": known}]
-    return []
-
-
-def _exchange(holder: Any, after: dict[int, nn.Parameter], elsewhere: set[int]) -> None:
-    """Give ``holder`` the new parameters, and take those from it that other stages hold."""
-    if isinstance(holder, list) and holder and not isinstance(holder[0], dict):
-        holder[:] = _distinct(after.get(id(p), p) for p in holder if id(p) not in elsewhere)
-        return
-    groups = _groups(holder)
-    for group in groups:
-        group["params"] = _distinct(after.get(id(p), p) for p in group["params"] if id(p) not in elsewhere)
-    groups[:] = [group for group in groups if group["params"]]
-
-
-def _distinct(parameters: Iterable[Any]) -> list[Any]:
-    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 def _mark_parameters(scheduled: ScheduledModel) -> None:

@@ -40,7 +40,8 @@ class Manifest:
     held: tuple[Mapping[str, Held], ...]
     order: tuple[tuple[str, ...], ...]
 
-    def write(self, folder: Path) -> None:
+    def content(self) -> Any:
+        """As it is written, and compared."""
         content = {
             "partbook checkpoint": _FORMAT,
             "mesh": {"dp": self.mesh.dp, "pp": self.mesh.pp, "tp": self.mesh.tp},
@@ -49,8 +50,11 @@ class Manifest:
             "held": [{name: _held_to_json(one) for name, one in held.items()} for held in self.held],
             "order": self.order,
         }
+        return json.loads(json.dumps(content))
+
+    def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / NAME).write_text(json.dumps(content))
+        (folder / NAME).write_text(json.dumps(self.content()))
 
     @staticmethod
     def read(folder: Path) -> Manifest | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from partbook.core import PartbookError, ScheduledModel, WeightsError
 
+from .groups import for_groups_here, names_of_groups
 from .manifest import Manifest, manifest_of, optimizer_order
 from .saved import WEIGHT, Saved, _load
 
@@ -43,7 +44,7 @@ def resume_at_any_size(engine: Any, scheduled: ScheduledModel) -> None:
     def load_checkpoint(load_dir: str, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         folder = _folder(load_dir, tag)
         manifest = None if folder is None else Manifest.read(folder)
-        if folder is None or manifest is None or _is_same(manifest, engine, scheduled):
+        if folder is None or manifest is None or manifest.content() == manifest_of(engine, scheduled).content():
             return load(load_dir, tag, *args, **kwargs)
         return _load_other_size(engine, scheduled, folder, manifest, *args, **kwargs)
 
@@ -60,11 +61,6 @@ def _folder(load_dir: str, tag: Any) -> Path | None:
     return Path(load_dir, str(tag))
 
 
-def _is_same(manifest: Manifest, engine: Any, scheduled: ScheduledModel) -> bool:
-    here = scheduled.mesh.at(0)
-    return (manifest.mesh, manifest.zero) == (here, engine.zero_optimization_stage())
-
-
 def _load_other_size(
     engine: Any, scheduled: ScheduledModel, folder: Path, manifest: Manifest, load_module_strict: bool = True,
     load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
@@ -77,7 +73,7 @@ def _load_other_size(
     saved = Saved(folder, manifest)
     loads_states = load_optimizer_states and not load_module_only
     if loads_states:
-        _make_states(engine, scheduled, saved)
+        _make_states(engine, scheduled, saved, _settings_of_groups(engine, scheduled, saved))
     for name, parameter in scheduled.model.named_parameters():
         _fill(engine, scheduled, saved, name, parameter, loads_states)
     _fill_buffers(scheduled, saved)
@@ -154,7 +150,24 @@ def _fill(
             engine.optimizer.state[parameter][key] = value.to(parameter.dtype).clone()
 
 
-def _make_states(engine: Any, scheduled: ScheduledModel, saved: Saved) -> None:
+def _settings_of_groups(engine: Any, scheduled: ScheduledModel, saved: Saved) -> list[Mapping[str, Any]]:
+    """For each group of the optimizer the settings that its parameters had. Raises WeightsError where these differ."""
+    found: list[Mapping[str, Any]] = []
+    for names in names_of_groups(engine, scheduled):
+        known = [(name, saved.settings(next(scheduled.weights[name].names()))) for name in names]
+        of_group = [(name, {k: v for k, v in one.items() if k != "params"}) for name, one in known if one]
+        for name, settings in of_group[1:]:
+            if settings != of_group[0][1]:
+                raise WeightsError(
+                    f"{of_group[0][0]!r} and {name!r} are in one parameter group here, and were in two of the "
+                    f"checkpoint, with other settings: {of_group[0][1]} and {settings}\n"
+                    "  hint: group them as they were"
+                )
+        found.append(of_group[0][1] if of_group else {})
+    return found
+
+
+def _make_states(engine: Any, scheduled: ScheduledModel, saved: Saved, settings: Iterable[Mapping[str, Any]]) -> None:
     """Give an optimizer that has not made a step its states, and all the saved scalars and settings."""
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     names = {key for name in scheduled.weights for key in _keys(scheduled, saved, name)}
@@ -168,9 +181,8 @@ def _make_states(engine: Any, scheduled: ScheduledModel, saved: Saved) -> None:
         # The states of the parts of a flat tensor become known to its parameters.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    groups = saved.optimizer_state["base_optimizer_state"]["param_groups"]
-    for group, known in zip(optimizer.param_groups, groups, strict=False):
-        group.update({key: value for key, value in known.items() if key != "params"})
+    for group, known in zip(optimizer.param_groups, settings, strict=True):
+        group.update(known)
     for key in ("loss_scaler", "dynamic_loss_scale"):
         if engine.fp16_enabled() and key in saved.optimizer_state:
             setattr(engine.optimizer, key, saved.optimizer_state[key])
@@ -196,4 +208,5 @@ def _restore_engine(engine: Any, state: dict[str, Any], with_scheduler: bool) ->
     engine.global_steps, engine.skipped_steps = state["global_steps"], state["skipped_steps"]
     engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        own, groups = engine.lr_scheduler.state_dict(), engine.optimizer.param_groups
+        engine.lr_scheduler.load_state_dict(for_groups_here(state["lr_scheduler"], own, groups))

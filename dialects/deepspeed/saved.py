@@ -83,6 +83,11 @@ class Saved:
         first: dict[str, Any] = next(iter(state.values()), {})
         return {key: value for key, value in first.items() if not (isinstance(value, Tensor) and value.dim())}
 
+    def settings(self, original: str) -> Mapping[str, Any]:
+        """Those of the optimizer's group in which a parameter was, its learning rate and such; {} for a frozen one."""
+        pp_rank, name = self._places[original]
+        return self._settings(pp_rank * self.manifest.mesh.tp).get(name, {})
+
     # ------------------------------------------------------------------ files
 
     def _check_files(self) -> None:
@@ -127,7 +132,25 @@ class Saved:
     def _local(self, rank: int) -> dict[str, dict[str, list[Tensor]]]:
         """By name the tensors of one model rank, in the pieces that the dp ranks have of them."""
         files = self._zero_files(rank)
-        return self._of_partitions(files) if files else self._of_whole(rank)
+        if not files:
+            return self._of_whole(rank)
+        # A frozen parameter is in no partition.
+        return {name: {WEIGHT: [tensor]} for name, tensor in self._module(rank).items()} | self._of_partitions(files)
+
+    @functools.cache  # noqa: B019
+    def _settings(self, rank: int) -> dict[str, Mapping[str, Any]]:
+        files = self._zero_files(rank)
+        if not files:
+            order = self.manifest.order[rank]
+            return {order[i]: group for group in self._torch_state(rank)["param_groups"] for i in group["params"]}
+        states = [_load(file)["optimizer_state_dict"] for file in files]
+        groups = states[0]["base_optimizer_state"]["param_groups"]
+        return {
+            self._present(name): group
+            for state in states
+            for group, mapping in zip(groups, state["param_slice_mappings"], strict=True)
+            for name in mapping
+        }
 
     def _of_whole(self, rank: int) -> dict[str, dict[str, list[Tensor]]]:
         found = {name: {WEIGHT: [tensor]} for name, tensor in self._module(rank).items()}

@@ -26,9 +26,9 @@ from partbook.core.pipeline import release
 from ..batches import check_first_batch
 from ..cuts import cut, cut_like
 from ..micro_batches import LossFunction
-from ..ranks import agree_on_weights, make_mesh, seed_ranks
+from ..ranks import agree_on_weights, communication_device, make_mesh, seed_ranks
 from .orders import check_order, find_order, placement_of, usual_stages
-from .pipeline import PipelineModel
+from .pipeline import PipelineModel, sum_dtype
 from .reduction import spread
 
 
@@ -74,7 +74,7 @@ def initialize(
         _fill(scheduled, weights, device)
         spread(scheduled)
         seed_ranks(mesh)
-        return PipelineModel(scheduled, order, micro_batches, loss_fn), scheduled
+        return PipelineModel(scheduled, order, micro_batches, loss_fn, device), scheduled
     given = {"cuts": cuts, "micro_batches": micro_batches, "stages_per_rank": stages_per_rank, "loss_fn": loss_fn}
     for name, value in given.items():
         if value is not None:
@@ -151,7 +151,12 @@ def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
         for name, grad in grads
         if scheduled.counts_here(name)
     ]
-    total = torch.stack(squares).sum() if squares else _zero(scheduled.model)
+    # Of the whole model, so that it is the same on a stage without parameters.
+    dtype = sum_dtype(scheduled.model if scheduled.pipeline is None else scheduled.pipeline.skeleton)
+    device = next((p.device for p in scheduled.model.parameters()), None) or communication_device(mesh)
+    total = torch.zeros((), dtype=dtype, device=device)
+    if squares:
+        total += torch.stack(squares).sum()
     if mesh.tp * mesh.pp > 1:
         dist.all_reduce(total, group=mesh.model_group if mesh.pp > 1 else mesh.tp_group)
     norm = total.sqrt()
@@ -159,9 +164,3 @@ def clip_grad_norm_(scheduled: ScheduledModel, max_norm: float) -> Tensor:
     for _, grad in grads:
         grad.mul_(scale.to(grad.dtype))
     return norm
-
-
-def _zero(model: nn.Module) -> Tensor:
-    """In the dtype and on the device of a sum over gradients."""
-    like = next(model.parameters(), torch.zeros(()))
-    return torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining._backward import construct_reverse_graph, reverse_closure
+from torch.utils.checkpoint import GraphExecGroup
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -59,14 +60,16 @@ def backward_of_inputs(
 
 def backward_of_parameters(left: list[Remainder]) -> None:
     """Add to the gradients of the parameters what the first half has left to do."""
-    while left:
-        one = left.pop()
-        edges = [
-            (GradientEdge(one.node, i), gradient) for i, gradient in enumerate(one.arrived) if gradient is not None
-        ]
-        if edges:
-            tensors, given = zip(*edges, strict=True)
-            torch.autograd.backward(tensors, given, inputs=one.parameters)
+    # A checkpointed module recomputes once for all of them.
+    with GraphExecGroup():
+        while left:
+            one = left.pop()
+            edges = [
+                (GradientEdge(one.node, i), gradient) for i, gradient in enumerate(one.arrived) if gradient is not None
+            ]
+            if edges:
+                tensors, given = zip(*edges, strict=True)
+                torch.autograd.backward(tensors, given, inputs=one.parameters)
 
 
 def _divide(

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from partbook.core import PartbookError, ScheduledModel
 from partbook.core.pipeline import Wiring, rank_of, refuse_unknown, subtree
 
-from ..micro_batches import Batch, LossFunction, check_same, loss_of, micro_batches_of, on_device
+from ..micro_batches import Batch, LossFunction, arguments_of, check_same, loss_of, micro_batches_of, on_device
+from ..ranks import communication_device
 from .orders import make_forward_order, make_order, placement_of
 from .reduction import Reduction
 from .stage import MicroBatch, PipelineStage, StageModule
@@ -26,23 +27,29 @@ class PipelineModel:
     ``module`` holds their modules under the model's paths. Every rank of a pipeline, and its tp groups, is given the
     same batches: a dict of the model's arguments, which is cut along dim 0 into ``micro_batches``, or a list of
     micro-batches, whose sizes may differ. The loss is the model's own, or ``loss_fn(output, labels)`` with what the
-    batch has as ``labels``.
+    batch has as ``labels``. ``device`` is that of a rank without parameters.
     """
 
     def __init__(
-        self, scheduled: ScheduledModel, order: str, micro_batches: int, loss_fn: LossFunction | None = None
+        self,
+        scheduled: ScheduledModel,
+        order: str,
+        micro_batches: int,
+        loss_fn: LossFunction | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         mesh, stages = scheduled.mesh, scheduled.stages
         assert scheduled.pipeline is not None
         self.module, self.micro_batches, self.order, self.loss_fn = scheduled.model, micro_batches, order, loss_fn
         self._scheduled, self._pipeline = scheduled, scheduled.pipeline
-        self._device = next(
-            (t.device for t in (*self.module.parameters(), *self.module.buffers())), torch.device("cpu")
-        )
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        self._device = next((t.device for t in tensors), torch.device(device or communication_device(mesh)))
         self._last_rank = rank_of(len(stages) - 1, mesh.pp, placement_of(order))
         held = scheduled.pipeline.held
         modules = [
-            StageModule(subtree(self.module, held[stage.index]), stage.index, self._device)
+            StageModule(
+                subtree(self.module, held[stage.index]), stage.index, self._device, stage.index * mesh.dp + mesh.dp_rank
+            )
             for stage in stages
             if stage.module is not None
         ]
@@ -104,7 +111,7 @@ class PipelineModel:
     def _micro_batch(self, batch: dict[str, Any], training: bool, needs_loss: bool) -> MicroBatch:
         labels = batch.pop("labels", None) if self.loss_fn is not None else None
         labels = pytree.tree_map(lambda x: x.to(self._device) if isinstance(x, Tensor) else x, labels)
-        named = {name: on_device(name, value, self._device) for name, value in batch.items() if value is not None}
+        named = {name: on_device(name, value, self._device) for name, value in arguments_of(batch).items()}
         refuse_unknown(self._scheduled.original.skeleton, named)
         wiring = self._pipeline.wiring(named, training)
         if needs_loss and self.loss_fn is None:
@@ -126,7 +133,7 @@ class PipelineModel:
 
         self._run_order(batches, training, finish)
         mesh = self._scheduled.mesh
-        total = torch.zeros((), dtype=self._loss_dtype(), device=self._device)
+        total = torch.zeros((), dtype=sum_dtype(self._pipeline.skeleton), device=self._device)
         if losses:
             total += torch.stack(losses).sum()
         dist.broadcast(total, group=mesh.pp_group, group_src=self._last_rank)
@@ -151,10 +158,11 @@ class PipelineModel:
             self._orders[key] = make(self.order, self._stages, micro_batches, _first)
         return self._orders[key]
 
-    def _loss_dtype(self) -> torch.dtype:
-        """Known to every rank of the pipeline."""
-        dtypes = {parameter.dtype for parameter in self._pipeline.skeleton.parameters()}
-        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+def sum_dtype(model: nn.Module) -> torch.dtype:
+    """In which losses and norms of a model are summed: the same on every rank."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def _first(output: Any, _number: Tensor) -> Any:

@@ -20,26 +20,28 @@ class Reduction:
     """What the ranks owe each other of their gradients. Made, entered and left by every rank."""
 
     def __init__(self, scheduled: ScheduledModel) -> None:
-        self._parameters = [p for p in scheduled.model.parameters() if p.requires_grad]
+        self._parameters = list(scheduled.model.parameters())
         self._mesh = scheduled.mesh
         self._ties = list(_ties_of(scheduled))
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
         """Around a step: what it adds to the gradients is complete when it is over."""
-        tied = [parameter for parameter, _ in self._ties]
+        # As they are now: parameters may be frozen and unfrozen between steps, on all ranks alike.
+        ties = [(parameter, group) for parameter, group in self._ties if parameter.requires_grad]
+        tied = [parameter for parameter, _ in ties]
         # Earlier gradients of shared parameters are sums already: only what a step adds is summed.
         before = [parameter.grad for parameter in tied]
         for parameter in tied:
             parameter.grad = None
         yield
-        for parameter, group in self._ties:
+        for parameter, group in ties:
             _reduce([parameter], group, 1)
         for parameter, earlier in zip(tied, before, strict=True):
             if earlier is not None:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         if self._mesh.dp > 1:
-            for bucket in _buckets(self._parameters):
+            for bucket in _buckets([parameter for parameter in self._parameters if parameter.requires_grad]):
                 _reduce(bucket, self._mesh.dp_group, self._mesh.dp)
 
 
@@ -51,7 +53,7 @@ def spread(scheduled: ScheduledModel) -> None:
 
 
 def _ties_of(scheduled: ScheduledModel) -> Iterator[tuple[nn.Parameter, Any]]:
-    """The trainable parameters that other pipeline ranks hold too, with the group of those ranks."""
+    """The parameters that other pipeline ranks hold too, with the group of those ranks."""
     mesh = scheduled.mesh
     groups = {tuple(range(mesh.pp)): mesh.pp_group}
     for tie in scheduled.ties_across:
@@ -59,9 +61,7 @@ def _ties_of(scheduled: ScheduledModel) -> Iterator[tuple[nn.Parameter, Any]]:
         if stages not in groups:
             groups[stages] = _group_of(mesh, stages)
         if mesh.pp_rank in stages:
-            parameter = scheduled.model.get_parameter(tie.names[mesh.pp_rank])
-            if parameter.requires_grad:
-                yield parameter, groups[stages]
+            yield scheduled.model.get_parameter(tie.names[mesh.pp_rank]), groups[stages]
 
 
 def _group_of(mesh: Mesh, stages: Sequence[int]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._utils import _derive_grad_metas, _TensorMeta
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
-from partbook.core import GuardError, Mesh
-from partbook.core.pipeline import Instance, Part
+from partbook.core import GuardError, Mesh, rng
+from partbook.core.pipeline import Instance, Part, share
 
 from .backward import backward_of_inputs, backward_of_parameters
 
@@ -33,24 +34,31 @@ class MicroBatch:
 
 
 class StageModule(nn.Module):
-    """The modules of one stage under their original paths; its forward runs the micro-batch of a number."""
+    """The modules of one stage under their original paths; its forward runs the micro-batch of a number.
 
-    def __init__(self, stage: nn.Module, index: int, device: torch.device) -> None:
+    ``place`` tells the random streams of stages and their dp replicas apart.
+    """
+
+    def __init__(self, stage: nn.Module, index: int, device: torch.device, place: int) -> None:
         super().__init__()
-        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[registry] = stage.__dict__[registry]
-        self.index, self.device = index, device
+        share(self, stage)
+        self.index, self.device, self.place = index, device, place
         self.batches: Sequence[MicroBatch] = ()
         self.finish: Finish = _as_it_is
 
     def forward(self, *received: Tensor, number: int) -> Any:
         batch = self.batches[number]
         received = _joined(received)
-        result = batch.instance.run(self.index, self, received, batch.values, self.device)
+        with rng.of_stage(self.place) if torch.is_grad_enabled() else nullcontext():
+            result = batch.instance.run(self.index, self, received, batch.values, self.device)
         if self.index == len(batch.instance.wiring.parts) - 1:
             return self.finish(result, batch.labels)
-        for tensor, value in zip(result, batch.part(self.index).sent, strict=True):
+        for i, (tensor, value) in enumerate(zip(result, batch.part(self.index).sent, strict=True)):
             if tensor.requires_grad and not value.requires_grad:
+                if tensor.grad_fn is None:
+                    # transformers' own checkpointing asks for the gradient of a mask, which nobody uses.
+                    result[i] = tensor.detach()
+                    continue
                 raise GuardError(
                     f"{value.name!r}, which stage {self.index} sends, takes a gradient, and took none when the model "
                     "was cut: parameters were frozen then\n  hint: initialize() again after unfreezing them"

@@ -75,6 +75,13 @@ ON_4 = [
     Case("t5", pp=4, cuts=T5_CUTS),
 ]
 
+ON_8 = [
+    Case("gpt2", tp=2, stage=1),
+    Case("llama", tp=2, optimizer=ADAMW),
+    Case("bert", tp=2),
+    Case("t5", tp=2, stage=1),
+]
+
 
 def batches_of(case: Case, step: int) -> list[list[dict[str, Tensor]]]:
     """The parts of each dp rank, for every micro-batch of one step. Lengths differ within a step."""
@@ -157,6 +164,7 @@ def test_training_on_four_ranks(rank: int, case: Case) -> None:
     check_training(case)
 
 
+@pytest.mark.parametrize("case", ON_8, ids=str)
 @on_ranks(8, timeout=150)
-def test_three_dimensions(rank: int) -> None:
-    check_training(Case("gpt2", tp=2, stage=1))
+def test_three_dimensions(rank: int, case: Case) -> None:
+    check_training(case)

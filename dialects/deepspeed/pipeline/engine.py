@@ -23,6 +23,7 @@ _SENT_AS_THEY_ARE = (torch.int64, torch.int32, torch.uint8, torch.int8, torch.bo
 
 def attach(engine: PipelineEngine, feed: Feed) -> None:
     """Give ``engine`` the feed's micro-batches and the wires between its stages."""
+    engine.module.__dict__["optimizer"] = engine.optimizer
     wires = _Wires(engine, feed)
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **wires.instructions()}
     engine.train_batch = functools.partial(_train_batch, engine, feed, wires)
@@ -65,6 +66,11 @@ def _eval_batch(
 
 def _load(engine: PipelineEngine, feed: Feed, iterator: Any, count: int, *, training: bool) -> None:
     dtype = next((p.dtype for p in engine.module.parameters()), torch.float32)
+    if iterator is not None and not hasattr(iterator, "__next__"):
+        raise TypeError(
+            f"data_iter is a {type(iterator).__name__}, no iterator: each step would take its first batches again\n"
+            "  hint: data_iter=iter(deepspeed.utils.RepeatingLoader(loader)), made once"
+        )
     prepare = engine.batch_fn or (lambda item: item)
     device = torch.device(engine.device)
     feed.load(iterator, count, training=training, prepare=prepare, device=device, dtype=dtype)
@@ -145,6 +151,9 @@ class _Wires:
         for i, tensor in enumerate(sent):
             has_gradient = i < len(values) and values[i].requires_grad
             self._send(tensor.detach(), has_gradient, self.stage + 1, self._activations)
+        if not torch.is_grad_enabled():
+            # No backward lets go of them.
+            batch.received, batch.values = [], {}
 
     def _nothing(self, buffer_id: int) -> None:
         """Activations are sent as soon as they are there, not when the gradients of an earlier batch have come."""

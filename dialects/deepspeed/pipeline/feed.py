@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from partbook.core import AgreementError, PartbookError, ScheduledModel
+from partbook.core import AgreementError, Mesh, PartbookError, ScheduledModel, rng
 from partbook.core.execution import argument_names
 from partbook.core.pipeline import Instance, Part, refuse_unknown
 from partbook.core.tracing.examples import TensorLike, shapes_of
 
 from ...batches import digest
-
-# loss_fn(the model's output, labels) -> a scalar
-LossFunction = Callable[[Any, Any], Tensor]
+from ...micro_batches import LossFunction, arguments_of, loss_of, on_device, refuse_differences
 
 
 class EndOfData(PartbookError, StopIteration):
@@ -72,31 +71,49 @@ class Feed:
         """Take ``count`` items of ``iterator`` and agree on them with the other ranks of the pipeline.
 
         An item is a dict of the model's arguments, or a pair (inputs, labels) as DeepSpeed has it, where inputs are a
-        dict, a tensor or a tuple of tensors. Raises EndOfData, on every rank, when one iterator ends before; and
-        AgreementError when the ranks' batches are not the same.
+        dict, a tensor or a tuple of tensors. Raises EndOfData, on every rank of the world, when one iterator ends
+        before; and AgreementError when the batches of a pipeline's ranks are not the same.
         """
         items = None if iterator is None else [prepare(item) for _, item in zip(range(count), iterator, strict=False)]
-        mine = None if items is None else [self._named(item, device, dtype) for item in items]
-        everyone = self._exchange(mine, training)
-        known = _agree(everyone, count, self.mesh.tp)
+        named = None if items is None else [self._named(item) for item in items]
+        everyone = self._exchange(named, training, dtype)
+        self._refuse_end(everyone, count)
+        known = _agree(everyone, self.mesh)
+        self._is_checked.add(training)
+        mine = None if named is None else [_on_device(inputs, labels, device, dtype) for inputs, labels in named]
         has_data = [everyone[stage * self.mesh.tp] is not None for stage in range(self.mesh.pp)]
         self.batches = []
         for number, looks in enumerate(known.looks):
             inputs, labels = mine[number] if mine is not None else (None, None)
             self.batches.append(self._micro_batch(looks, inputs, labels, has_data, training))
 
-    def _exchange(self, mine: list[Any] | None, training: bool) -> list[_Offer | None]:
+    def _exchange(self, mine: list[Any] | None, training: bool, dtype: torch.dtype) -> list[_Offer | None]:
         offer = None
         if mine is not None:
             is_first = training not in self._is_checked
-            content = [digest((), inputs) for inputs, _ in mine[:1]] if is_first else []
-            offer = _Offer([shapes_of(inputs) or {} for inputs, _ in mine], content)
-        self._is_checked.add(training)
+            content = [_sums(inputs) for inputs, _ in mine]
+            if is_first and mine:
+                content[0] = digest((), mine[0][0])
+            offer = _Offer([_looks(inputs, dtype) for inputs, _ in mine], content)
         everyone: list[_Offer | None] = [None] * (self.mesh.pp * self.mesh.tp)
         dist.all_gather_object(everyone, offer, group=self.mesh.model_group)
         return everyone
 
-    def _named(self, item: Any, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Any], Any]:
+    def _refuse_end(self, everyone: list[_Offer | None], count: int) -> None:
+        got = min((len(offer.looks) for offer in everyone if offer is not None), default=count)
+        if self.mesh.dp > 1:
+            # The others of the dp group would wait for this pipeline's gradients.
+            device = next((p.device for p in self.scheduled.model.parameters()), torch.device("cpu"))
+            fewest = torch.tensor(got, device=device)
+            dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.mesh.dp_group)
+            got = int(fewest)
+        if got < count:
+            raise EndOfData(
+                f"the iterator ended after {got} of the {count} micro-batches of a step, which were not used"
+                "\n  hint: deepspeed.utils.RepeatingLoader starts it again"
+            )
+
+    def _named(self, item: Any) -> tuple[dict[str, Any], Any]:
         """(the model's arguments by name, labels for the user's loss function)."""
         inputs, labels = item, None
         if not isinstance(item, Mapping):
@@ -111,8 +128,7 @@ class Feed:
         elif self.loss_fn is None and labels is not None:
             named["labels"] = labels
         refuse_unknown(self.scheduled.original.skeleton, named)
-        moved = {name: _moved(name, value, device, dtype) for name, value in named.items() if value is not None}
-        return moved, tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, labels)
+        return arguments_of(named), labels
 
     def _by_position(self, inputs: Any) -> dict[str, Any]:
         values = inputs if isinstance(inputs, tuple | list) else (inputs,)
@@ -138,7 +154,9 @@ class Feed:
         """The stage's forward for micro-batch ``number``: DeepSpeed gets one tensor to call ``backward`` on."""
         batch = self.batches[number]
         device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
-        result = batch.instance.run(self.stage, module, batch.received, batch.values, device)
+        place = self.stage * self.mesh.dp + self.mesh.dp_rank
+        with rng.of_stage(place) if torch.is_grad_enabled() else nullcontext():
+            result = batch.instance.run(self.stage, module, batch.received, batch.values, device)
         if self.is_last:
             return self._finish(result, batch)
         batch.sent = [*result, *(batch.values[name] for name in batch.carried[self.stage])]
@@ -149,9 +167,9 @@ class Feed:
 
     def _finish(self, result: Any, batch: MicroBatch) -> Any:
         if torch.is_grad_enabled():
-            self._loss = self._loss_from(result, batch)
+            self._loss = loss_of(result, batch.labels, self.loss_fn)
             return self._loss
-        self._loss = self._loss_from(result, batch) if self.computes_loss else None
+        self._loss = loss_of(result, batch.labels, self.loss_fn) if self.computes_loss else None
         logits = result.get("logits") if isinstance(result, Mapping) else None
         if logits is None:
             logits = next(t for t in tree_leaves(result) if isinstance(t, Tensor))
@@ -160,20 +178,6 @@ class Feed:
         # DeepSpeed would add up what is no loss, and batches differ in size.
         self.outputs.append(logits)
         return logits.new_zeros(())
-
-    def _loss_from(self, result: Any, batch: MicroBatch) -> Tensor:
-        loss: Any
-        if self.loss_fn is not None:
-            loss = self.loss_fn(result, batch.labels)
-        else:
-            loss = result.get("loss") if isinstance(result, Mapping) else result
-        if not isinstance(loss, Tensor) or loss.dim():
-            what = f"a {type(loss).__name__}" + (f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else "")
-            raise ValueError(
-                f"the model's output has no loss but {what}\n"
-                "  hint: labels in the batch for a transformers model, else initialize(loss_fn=...)"
-            )
-        return loss
 
     def loss_of(self, _outputs: Any, _labels: Any) -> Any:
         """DeepSpeed's loss_fn: the loss was computed with the last stage."""
@@ -199,44 +203,47 @@ class _Joined(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank's iterator gave: the looks of its items, and the content of the first one where that is compared."""
+    """What a rank's iterator gave: the looks of its items, and of their content what is compared."""
 
     looks: list[dict[str, Any]]
     content: list[dict[str, str]]
 
 
-def _agree(everyone: list[_Offer | None], count: int, tp: int) -> _Offer:
+def _agree(everyone: list[_Offer | None], mesh: Mesh) -> _Offer:
     offers = {rank: offer for rank, offer in enumerate(everyone) if offer is not None}
     if not offers:
         raise ValueError("train_batch and eval_batch need a data_iter: no rank of the pipeline has one")
-    got = {rank: len(offer.looks) for rank, offer in offers.items()}
-    if min(got.values()) < count:
-        raise EndOfData(
-            f"the iterator ended after {min(got.values())} of the {count} micro-batches of a step, which were not used"
-            "\n  hint: deepspeed.utils.RepeatingLoader starts it again"
-        )
-    for stage_ranks in (range(start, start + tp) for start in range(0, len(everyone), tp)):
+    for stage_ranks in (range(start, start + mesh.tp) for start in range(0, len(everyone), mesh.tp)):
         if len({rank in offers for rank in stage_ranks}) > 1:
             raise AgreementError("some ranks of a tp group have an iterator and some have none: pass it on all of them")
-    (first_rank, first), *others = offers.items()
-    for rank, offer in others:
-        for number, (here, there) in enumerate(zip(first.looks, offer.looks, strict=True)):
-            if here != there:
-                raise AgreementError(_difference(f"micro-batch {number}", first_rank, here, rank, there))
-        for here, there in zip(first.content, offer.content, strict=True):
-            if here != there:
-                raise AgreementError(_difference("micro-batch 0", first_rank, here, rank, there))
+    first = next(iter(offers.values()))
+    for number in range(len(first.looks)):
+        refuse_differences([None if offer is None else offer.looks[number] for offer in everyone], mesh, number)
+        refuse_differences([None if offer is None else offer.content[number] for offer in everyone], mesh, number)
     return first
 
 
-def _difference(what: str, first: int, here: Mapping[str, Any], other: int, there: Mapping[str, Any]) -> str:
-    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-    seen = f"{here.get(names[0], 'nothing')} and {there.get(names[0], 'nothing')}"
-    return (
-        f"the ranks of one pipeline must see the same batches, but {names[0]!r} of {what} differs between its ranks "
-        f"{first} and {other}: {seen}\n"
-        "  hint: split the data over the data-parallel ranks only, and seed its order equally in a pipeline"
-    )
+def _looks(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """As the model will get them."""
+    looks = shapes_of(inputs) or {}
+    is_float = {name for name, look in looks.items() if isinstance(look, TensorLike) and look.dtype.is_floating_point}
+    return {name: replace(look, dtype=dtype) if name in is_float else look for name, look in looks.items()}
+
+
+def _sums(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """What tells most batches apart, of what can be read without waiting for a device."""
+    return {
+        name: f"a sum of {int(value.sum())}"
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.device.type == "cpu" and not value.is_floating_point()
+    }
+
+
+def _on_device(
+    inputs: Mapping[str, Any], labels: Any, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Any], Any]:
+    moved = {name: on_device(name, value, device, dtype) for name, value in inputs.items()}
+    return moved, tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, labels)
 
 
 def _carried(raw: list[tuple[str, ...]], has_data: list[bool]) -> tuple[tuple[str, ...], ...]:
@@ -250,14 +257,6 @@ def _carried(raw: list[tuple[str, ...]], has_data: list[bool]) -> tuple[tuple[st
             needed |= dict.fromkeys(raw[stage])
         found.append(tuple(needed))
     return tuple(found)
-
-
-def _moved(name: str, value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-    if isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(f"{name!r} in a batch is a {type(value).__name__}, not a tensor or a number")
 
 
 def _on_meta(look: Any) -> Any:

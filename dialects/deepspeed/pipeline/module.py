@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from partbook.core import Mesh, ScheduledModel
+from partbook.core.pipeline import share
 
 from .feed import Feed
 
@@ -23,9 +24,7 @@ class StageLayer(nn.Module):
 
     def __init__(self, stage: nn.Module, feed: Feed) -> None:
         super().__init__()
-        # The registries themselves: what is put into the stage later is here too.
-        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
-            self.__dict__[registry] = stage.__dict__[registry]
+        share(self, stage)
         self.feed = feed
 
     def forward(self, number: Tensor) -> Any:
@@ -44,7 +43,8 @@ class StageModule(PipelineModule):
         mesh = scheduled.mesh
         self.__dict__["_scheduled"] = scheduled
         self.__dict__["_tied"] = []
-        os.environ.setdefault("LOCAL_RANK", "0")
+        # the engine's, once it has one
+        self.__dict__["optimizer"] = None
         layers: list[Any] = [None] * mesh.pp
         layers[mesh.pp_rank] = StageLayer(scheduled.model, feed)
         super().__init__(
@@ -67,7 +67,7 @@ class StageModule(PipelineModule):
         return {}
 
     def get_tied_weights_and_groups(self) -> list[Any]:
-        return [(_Gradient(parameter), group) for parameter, group, _ in self._tied]
+        return [(_Gradient(parameter, self.optimizer), group) for parameter, group, _ in self._tied]
 
     def _synchronize_tied_weights(self) -> None:
         for parameter, group, first in self._tied:
@@ -77,13 +77,19 @@ class StageModule(PipelineModule):
 class _Gradient:
     """Where the gradient of a tied parameter is: with fp32 accumulation of 16-bit gradients not in ``.grad``."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
+    def __init__(self, parameter: nn.Parameter, optimizer: Any) -> None:
+        self._parameter, self._optimizer = parameter, optimizer
 
     @property
     def grad(self) -> Tensor | None:
-        found = self._parameter.grad
-        return found if found is not None else getattr(self._parameter, "grad_accum", None)
+        parameter, name, dtype = self._parameter, "grad", self._parameter.dtype
+        if getattr(self._optimizer, "use_grad_accum_attribute", False):
+            name, dtype = "grad_accum", self._optimizer.gradient_accumulation_dtype
+        if getattr(parameter, name) is None and parameter.requires_grad:
+            # The other owners of the parameter wait for this one's.
+            setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+        found: Tensor | None = getattr(parameter, name)
+        return found
 
     @property
     def _hp_grad(self) -> Tensor | None:
