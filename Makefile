@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	@$(IN_VENV) python examples/demo.py
 
 test: $(INSTALLED)
-	$(IN_VENV) python -m pytest
+	$(IN_VENV) python -m pytest -n 2 --dist loadgroup
 
 lint: $(INSTALLED)
 	$(IN_VENV) ruff check .

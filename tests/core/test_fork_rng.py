@@ -90,3 +90,22 @@ def test_unknown_and_double_streams_are_refused(call, message):
     sch = create_schedule(models.gpt2(), Mesh(tp=2))["transformer.h.0"]
     sch["mlp"].fork_rng(shared=("dropout",))
     assert_refused(sch, call, *message)
+
+
+def test_streams_of_stages_differ_and_the_default_one_draws_once():
+    """Whatever a stage draws, the script draws the same after it; forked and shared modules work inside."""
+    drawn = []
+    for number in (0, 1, 1):
+        torch.manual_seed(11)
+        with rng.of_stage(number):
+            own = [torch.rand(3)]
+            with rng.forked(0), rng.shared():
+                own.append(torch.rand(3))
+            torch.rand(number)
+        drawn.append((torch.stack(own), torch.rand(3)))
+    (first, after), (second, after_second), (again, _) = drawn
+    assert not torch.isclose(first, second).any()
+    assert torch.equal(second, again)
+    assert torch.equal(after, after_second)
+    with rng.of_stage(0):
+        assert not torch.isclose(torch.rand(3), first[0]).any()

@@ -9,6 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    BertForMultipleChoice,
+    BertForNextSentencePrediction,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+)
 
 import models
 import pipelines
@@ -47,6 +55,23 @@ def test_t5_sends_what_it_needs_and_no_more() -> None:
     raw = [set(part.raw) for part in scheduled.pipeline.wirings[0].parts]
     mask, labels = {"attention_mask"}, {"labels"}
     assert raw == [{"input_ids"} | mask, mask, mask | labels, mask, mask | labels]
+
+
+HEADS = [
+    BertForMultipleChoice, BertForNextSentencePrediction, BertForPreTraining, BertForQuestionAnswering,
+    BertForSequenceClassification, BertForTokenClassification,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_of_bert_is_cut_without_example_inputs(head: Any) -> None:
+    model = models.bert(cls=head).eval()
+    scheduled = pipelines.cut(copy.deepcopy(model), "bert.encoder.layer.0")
+    ids = models.batch(length=8)["input_ids"]
+    batch = {"input_ids": ids[:, None].repeat(1, 3, 1)} if head is BertForMultipleChoice else {"input_ids": ids}
+    with torch.no_grad():
+        found, wanted = pipelines.run(scheduled, batch, backward=False), model(**batch)
+    assert torch.equal(found[0], wanted[0])
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pipelines
-from partbook.core import Mesh, build, run_in_order
+from partbook.core import GuardError, Mesh, build, run_in_order
+from partbook.core.pipeline import share, subtree
 from pipelines import Linears as Base
 from pipelines import Nested, Skip, X
 
@@ -227,3 +228,36 @@ def test_autocast_of_a_helper_holds_where_it_is_made_again() -> None:
     scheduled = pipelines.cut(copy.deepcopy(model), "a", inputs=X)
     assert [len(one) for one in names(scheduled)] == [1]
     pipelines.assert_same(scheduled, model, X)
+
+
+class PlainTensors(Base):
+    """Tensors that are attributes, of the model and of a module in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.table = torch.tensor(2.0), torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) * self.scale + self.table) * self.scale + self.table
+
+
+def test_tensors_that_are_plain_attributes() -> None:
+    model = PlainTensors()
+    scheduled = pipelines.cut(copy.deepcopy(model), "a", inputs=X)
+    pipelines.assert_same(scheduled, model, X)
+    owner = nn.Module()
+    part = subtree(scheduled.model, scheduled.pipeline.held[1])
+    share(owner, part)
+    assert torch.equal(owner.scale, model.scale)
+    assert torch.equal(owner.table, model.table)
+    assert owner.b is part.b
+
+
+def test_a_tensor_of_another_dtype_than_the_trace_has_does_not_cross() -> None:
+    """The receiver would take its bytes for other numbers."""
+    scheduled = pipelines.cut(Skip(), "a", inputs=X)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(GuardError, match=r"stage 0 sends, is torch.bfloat16, and was torch.float32 (.|\n)*autocast"),
+    ):
+        pipelines.run(scheduled, X)

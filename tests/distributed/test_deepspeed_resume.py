@@ -182,3 +182,78 @@ def test_weights_alone(rank: int, tmp_path: Path) -> None:
     # and it trains
     losses = [train(other, 1) for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """The head, which only the last stage has, matrices, and vectors."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "lr": 0.02, "weight_decay": 0.0},
+        {"params": [], "lr": 0.01, "weight_decay": 0.3},
+        {"params": [], "lr": 0.005, "weight_decay": 0.0},
+    ]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[0 if "lm_head" in name else 1 if parameter.dim() > 1 else 2]["params"].append(parameter)
+    return groups
+
+
+def start_grouped(size: Size, seed: int) -> Any:
+    """With an optimizer and a scheduler of the script's own, and frozen embeddings."""
+    model = models.gpt2(tied=False, seed=seed)
+    model.transformer.wte.requires_grad_(False)
+    optimizer = torch.optim.AdamW(groups_of(model), eps=1e-5)
+    rates = [lambda step, base=base: base**step for base in (0.5, 0.8, 1.2)]
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": size.zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    return initialize(
+        model=model, optimizer=optimizer, lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, rates),
+        schedule="gpt2", config=config, tp=size.tp, pp=size.pp,
+    )[0]  # fmt: skip
+
+
+def save_grouped(rank: int, size: Size, folder: str) -> tuple[list[float], Any]:
+    engine = start_grouped(size, 0)
+    for step in range(2):
+        train(engine, step)
+    engine.save_checkpoint(folder)
+    return [train(engine, step) for step in range(2, 5)], consolidate(engine)
+
+
+def resume_grouped(rank: int, size: Size, folder: str) -> tuple[list[float], Any]:
+    engine = start_grouped(size, 1)
+    engine.load_checkpoint(folder)
+    return [train(engine, step) for step in range(2, 5)], consolidate(engine)
+
+
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [(Size(pp=2, zero=0), [Size(), Size(tp=2)]), (Size(tp=2), [Size(pp=2, zero=0)])],
+    ids=["out of stages", "into stages"],
+)
+def test_groups_schedulers_and_frozen_parameters(saved: Size, others: list[Size], tmp_path: Path) -> None:
+    """Every group has its own settings again, wherever its parameters are."""
+    wanted, weights = run_on_ranks(saved.ranks, save_grouped, saved, str(tmp_path))[0]
+    for size in others:
+        for losses, state in run_on_ranks(size.ranks, resume_grouped, size, str(tmp_path)):
+            torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
+            assert_same(state, weights, 1e-5)
+
+
+def start_cut(cuts: str, seed: int) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": copy.deepcopy(ADAMW)}
+    return initialize(model=models.gpt2(seed=seed), schedule="gpt2", config=config, pp=2, cuts=cuts)[0]
+
+
+@on_ranks(2)
+def test_other_cuts_of_the_same_size(rank: int, tmp_path: Path) -> None:
+    engine = start_cut("transformer.h.0", 0)
+    train(engine, 0)
+    engine.save_checkpoint(str(tmp_path))
+    other = start_cut("transformer.h.0.attn", 1)
+    other.load_checkpoint(str(tmp_path))
+    assert [train(other, step) for step in (1, 2)] == pytest.approx([train(engine, step) for step in (1, 2)], rel=1e-5)

@@ -78,6 +78,7 @@ def test_logits_are_whole_wherever_they_are_seen(rank, family, options):
     model.train()
     in_training = model(**batch)
     assert in_training.logits is None
+    assert "logits" not in in_training
     close(in_training.loss, wanted.loss)
     # the last positions only, as generation asks for them
     close(model(**ids, logits_to_keep=3).logits, dense(**ids, logits_to_keep=3).logits)

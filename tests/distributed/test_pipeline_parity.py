@@ -67,6 +67,7 @@ ON_2 = [
 ON_4 = [
     Case("gpt2", pp=4, built_with=FOUR),
     Case("llama", pp=4, stage=1, built_with=FOUR),
+    Case("bert", pp=4, stage=1, built_with=FOUR),
     Case("gpt2", tp=2),
     Case("llama", tp=2, stage=1, options={"sequence_parallel": True}),
     Case("bert", tp=2, stage=1),

@@ -60,6 +60,7 @@ ON_2 = [
 ON_4 = [
     Case("gpt2", ("1F1B",), "transformer.h.0", tp=2),
     Case("llama", ("GPipe", "InterleavedZeroBubble"), "model.layers.0", tp=2, options={"sequence_parallel": True}),
+    Case("t5", ("InterleavedZeroBubble",), "encoder.block.0,encoder.block.1,decoder.block.0", tp=2, options=RECOMPUTED),
     # dp 2
     Case("gpt2", ("GPipe", "1F1B"), "transformer.h.0.attn"),
 ]
@@ -243,6 +244,23 @@ def test_tied_weights_of_two_of_four_stages(rank: int) -> None:
     check_stack(Stack(), pipeline, scheduled)
 
 
+@on_ranks(4)
+def test_parameters_that_are_unfrozen_later_are_reduced(rank: int) -> None:
+    """Over dp, and over the stages that share them."""
+    dense = Stack()
+    dense.blocks[0][0].weight.requires_grad_(False)
+    dense.blocks[2].requires_grad_(False)
+    pipeline, scheduled = start_stack(copy.deepcopy(dense), 1)
+    own = stack_batch(scheduled.mesh.dp_rank, 4)
+    pipeline.step(own)
+    for module in (dense, pipeline.module):
+        module.requires_grad_(True).zero_grad()
+    pipeline.step(own)
+    for batch in (stack_batch(0, 4), stack_batch(1, 4)):
+        (LOSS(dense(batch["x"]), batch["labels"]) / 2).backward()
+    close_gradients(gradients(scheduled), gradients_of(dense), "gradient")
+
+
 # what is frozen -> blocks, the schedule
 FROZEN = {
     "the first stage": ((0, 1), "1F1B"),
@@ -319,6 +337,27 @@ def test_a_backward_in_two_halves_is_the_whole_one() -> None:
         assert again or gradients_of(model).keys() == at_once
         backward_of_parameters(left)
     close_gradients(gradients_of(model), {name: 2 * value for name, value in exact.items()}, "gradient")
+
+
+def test_a_checkpointed_module_recomputes_once_for_all_of_its_parameters() -> None:
+    calls: list[int] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            return self.layers(x)
+
+    model, x = Block(), torch.rand(3, 4, requires_grad=True)
+    output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    _, left = backward_of_inputs([output], [torch.ones(3, 4)], [x], model.parameters())
+    assert len(left) == 3
+    backward_of_parameters(left)
+    # forward, and once in each half
+    assert len(calls) == 3
 
 
 # what is wrong -> after which blocks to cut, arguments, message
