@@ -161,32 +161,41 @@ def problems_around(model: nn.Module, cuts: Sequence[str]) -> list[Problem]:
     return found
 
 
-def accepted_names(model: nn.Module) -> set[str] | None:
-    """The names of the arguments that the model's forward takes; None where it takes any."""
-    parameters = inspect.signature(original_class(model).forward).parameters.values()
+@functools.cache
+def accepted_names(model_class: type[nn.Module]) -> set[str] | None:
+    """The names of the arguments that the forward of a class takes; None where it takes any."""
+    parameters = inspect.signature(model_class.forward).parameters.values()
     names = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)} - {"self"}
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
-            hints = typing.get_type_hints(original_class(model).forward)
-            [listed] = typing.get_args(hints.get(parameter.name)) or [_of_transformers(model)]
+            hint = _hints(model_class).get(parameter.name)
+            [listed] = typing.get_args(hint) or [_of_transformers(model_class)]
             if not typing.is_typeddict(listed):
                 return None
             names |= set(listed.__annotations__)
     return names
 
 
-def _of_transformers(model: nn.Module) -> Any:
+def _hints(model_class: type[nn.Module]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(model_class.forward)
+    except NameError:
+        # of what is imported for type checkers only
+        return {}
+
+
+def _of_transformers(model_class: type[nn.Module]) -> Any:
     """What a transformers model may be given beyond the arguments that its forward names."""
     # Looked up, not imported: a plain PyTorch model does not need transformers.
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+    if transformers is None or not issubclass(model_class, transformers.PreTrainedModel):
         return None
     return sys.modules["transformers.utils.generic"].TransformersKwargs
 
 
 def refuse_unknown(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Raise ValueError for an entry of a batch that the model does not take."""
-    known = accepted_names(model)
+    known = accepted_names(original_class(model))
     for name in batch:
         if known is not None and name not in known:
             raise ValueError(
