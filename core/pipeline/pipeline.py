@@ -195,7 +195,8 @@ def _of_transformers(model_class: type[nn.Module]) -> Any:
 
 def refuse_unknown(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """Raise ValueError for an entry of a batch that the model does not take."""
-    known = accepted_names(original_class(model))
+    model_class: Any = original_class(model)
+    known = accepted_names(model_class)
     for name in batch:
         if known is not None and name not in known:
             raise ValueError(
