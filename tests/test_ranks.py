@@ -127,14 +127,20 @@ def assert_gone(folder: Path):
 
 
 def test_interrupt_ends_the_ranks(tmp_path):
+    # A worker of pytest-xdist ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt_when_ranks_run():
         while sum(path.read_text() != "" for path in tmp_path.iterdir()) < 2:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt_when_ranks_run, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_on_ranks(2, leave_a_barrier_out, tmp_path, timeout=60)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_on_ranks(2, leave_a_barrier_out, tmp_path, timeout=60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert_gone(tmp_path)
 
 

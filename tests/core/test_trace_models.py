@@ -233,7 +233,8 @@ def test_traced_attention_takes_the_cache_that_is_the_default(name, training):
     create_schedule(model.model)[family.levels["attention"]].trace()
     for shape in zoo.SHAPES:
         inputs = {key: value for key, value in family.inputs(*shape).items() if key != "use_cache"}
-        zoo.assert_same(zoo.step(model, **inputs), zoo.step(eager, **inputs))
+        # Keys that went through a cache lie in memory otherwise, and some processors then add in another order.
+        zoo.assert_same(zoo.step(model, **inputs), zoo.step(eager, **inputs), rounding=1e-11 if training else 0.0)
         with torch.no_grad():
             zoo.assert_same(zoo.step(model, **inputs), zoo.step(eager, **inputs))
 

@@ -301,7 +301,7 @@ def test_masks_agree_where_activations_do(rank, family, options):
 
 
 @pytest.mark.parametrize(("family", "built_with", "options"), [("bert", {}, SP), ("t5", GATED, {**FUSED, **GATE})])
-@on_ranks(2, timeout=240)
+@on_ranks(2)
 def test_options_inside_graphs_equal_the_dense_model(rank, family, built_with, options):
     """2 SGD steps, padded and not; then evaluation."""
     dense = getattr(models, family)(layers=1, attn_implementation="eager", **built_with).double()

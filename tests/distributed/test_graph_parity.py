@@ -159,7 +159,7 @@ def close(found: Tensor, wanted: Tensor, name: str = "", tolerance: float = 1e-9
 
 
 @pytest.mark.parametrize("case", CASES)
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_tp_2_equals_the_dense_model(rank, case):
     """2 AdamW steps, with padding and without, of two lengths; then evaluation."""
     family, built_with, *_ = CASES[case]
@@ -263,7 +263,7 @@ def drop_add_norm(x: Any, residual: Any) -> Any:
     return module("norm")(module("drop")(x) + residual)
 
 
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_random_stream_of_a_grouped_dropout_is_the_ranks_own(rank):
     """Asked for after the fusion, it takes effect all the same: masks of the ranks differ."""
 
@@ -333,12 +333,12 @@ def traced_and_fused(sch: Schedule) -> None:
 
 
 @pytest.mark.parametrize(("stage", "tp"), [(1, 2), (3, 2), (3, 1)])
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_deepspeed_trains_traced_and_fused_modules(rank, stage, tp):
     on_engine(stage, tp, "gpt2", {}, traced_and_fused)
 
 
 @pytest.mark.parametrize(("stage", "tp"), [(1, 2), (3, 2)])
-@on_ranks(2, timeout=180)
+@on_ranks(2)
 def test_deepspeed_trains_a_module_that_took_over_weights(rank, stage, tp):
     on_engine(stage, tp, "llama", {"use_cache": False}, replaced_qkv)

@@ -166,6 +166,6 @@ def test_training_on_four_ranks(rank: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ON_8, ids=str)
-@on_ranks(8, timeout=150)
+@on_ranks(8)
 def test_three_dimensions(rank: int, case: Case) -> None:
     check_training(case)

@@ -41,13 +41,13 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def launch(*command: object, cwd: Path, timeout: float = 150, code: int = 0) -> Finished:
+def launch(*command: object, cwd: Path, timeout: float = 300, code: int = 0) -> Finished:
     """Run ``command`` to its end; see ``launch_all``."""
     return launch_all([command], cwd=cwd, timeout=timeout, code=code)[0]
 
 
 def launch_all(
-    commands: Sequence[Sequence[object]], *, cwd: Path, timeout: float = 150, code: int = 0
+    commands: Sequence[Sequence[object]], *, cwd: Path, timeout: float = 300, code: int = 0
 ) -> list[Finished]:
     """Run ``commands`` side by side, each a Python command line without its interpreter.
 

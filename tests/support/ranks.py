@@ -43,6 +43,9 @@ PRELOAD = [
     "torch._inductor.compile_fx",
 ]
 
+# seconds: for hangs, so far above what any test takes on a machine that does other things too
+TIMEOUT = 300.0
+
 # seconds that the other ranks have left once one has failed
 GRACE = 2.0
 
@@ -50,7 +53,7 @@ GRACE = 2.0
 PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
-def on_ranks(world_size: int, *, timeout: float = 90) -> Callable[[Callable[..., object]], Callable[..., None]]:
+def on_ranks(world_size: int, *, timeout: float = TIMEOUT) -> Callable[[Callable[..., object]], Callable[..., None]]:
     """Run the decorated ``def test_x(rank, ...)`` on every rank, as ``run_on_ranks`` does.
 
     After ``rank`` come pytest parameters and fixtures, with picklable values.
@@ -72,7 +75,7 @@ def on_ranks(world_size: int, *, timeout: float = 90) -> Callable[[Callable[...,
 
 
 def run_on_ranks(
-    world_size: int, function: Callable[..., Any], *args: object, timeout: float = 90, **kwargs: object
+    world_size: int, function: Callable[..., Any], *args: object, timeout: float = TIMEOUT, **kwargs: object
 ) -> list[Any]:
     """The values of ``function(rank, *args, **kwargs)`` in the order of the ranks, which all have the same seed.
 

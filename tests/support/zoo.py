@@ -204,26 +204,27 @@ def step(model: nn.Module, args: tuple[Any, ...] = (), seed: int = 0, **kwargs: 
     )
 
 
-def assert_same(got: Step, expected: Step) -> None:
-    """Bit for bit; also the kinds of the outputs, the buffers, and how many random numbers were drawn."""
+def assert_same(got: Step, expected: Step, rounding: float = 0.0) -> None:
+    """Bit for bit, or to ``rounding``; also the kinds of the outputs, the buffers, and how many random numbers were
+    drawn."""
     assert got.structure == expected.structure
     assert got.differentiable == expected.differentiable
     for i, (x, y) in enumerate(zip(got.outputs, expected.outputs, strict=True)):
-        assert same(x, y), f"output {i}: {difference(x, y)}"
+        assert same(x, y, rounding), f"output {i}: {difference(x, y)}"
     for kind in ("gradients", "buffers"):
         ours, theirs = getattr(got, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
-        wrong = {name: difference(ours[name], x) for name, x in theirs.items() if not same(ours[name], x)}
+        wrong = {name: difference(ours[name], x) for name, x in theirs.items() if not same(ours[name], x, rounding)}
         assert not wrong, f"{kind}: {wrong}"
     assert torch.equal(got.random, expected.random), "another number of random numbers was drawn"
 
 
-def same(x: Any, y: Any) -> bool:
+def same(x: Any, y: Any, rounding: float = 0.0) -> bool:
     """Equal values of equal types; NaN equals NaN."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         if (x.dtype, x.shape, x.device) != (y.dtype, y.shape, y.device):
             return False
-        return torch.equal(x, y) or torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+        return torch.equal(x, y) or torch.allclose(x, y, rtol=rounding, atol=rounding, equal_nan=True)
     return type(x) is type(y) and bool(x == y)
 
 
