@@ -26,6 +26,8 @@ from .collectives import gather_parts, is_tracing, sum_over
 from .mesh import Mesh
 
 Forward = Callable[..., Any]
+# (run, args, kwargs) -> run(*args, **kwargs), whose activations are not kept
+Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 # (module, the forward that it wraps, args, kwargs) -> output
 Around = Callable[[nn.Module, Forward, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -38,6 +40,11 @@ class Sync:
     op: str
     function: Callable[[Tensor], Tensor]
     argument: str | None = None
+
+
+def recompute(run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's own recomputation, which replays the default random streams."""
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,9 @@ class Plan:
     decomposed: bool = False
     checkpoint: bool = False
     random: Literal["default", "forked", "shared"] = "default"
+    # how a module is recomputed, and where its random numbers come from: a runtime may have ways of its own
+    recompute: Recompute = recompute
+    streams: rng.Streams = rng.STREAMS
     # parameter name -> how many neighbouring ranks hold the same slice and each see a part of its gradient
     partial_gradients: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -126,7 +136,7 @@ def run(
     elif plan.checkpoint and module.training and torch.is_grad_enabled() and not has_past(module, args, kwargs):
         # Recomputing must not write a key-value cache a second time.
         args, kwargs = without_caches(args, kwargs)
-        output = checkpoint(_on_stream, plan, module.training, call, *args, use_reentrant=False, **kwargs)
+        output = plan.recompute(functools.partial(_on_stream, plan, module.training, call), args, kwargs)
     else:
         output = _on_stream(plan, module.training, call, *args, **kwargs)
     for sync in plan.syncs:
@@ -147,7 +157,7 @@ def _stream(plan: Plan, training: bool) -> AbstractContextManager[None]:
     # Drawing a seed looks at a value, which a run on fake tensors does not have.
     if not training or plan.mesh.tp == 1 or plan.random == "default" or is_tracing():
         return nullcontext()
-    return rng.forked(plan.mesh.tp_rank) if plan.random == "forked" else rng.shared()
+    return plan.streams.forked(plan.mesh.tp_rank) if plan.random == "forked" else plan.streams.shared()
 
 
 def _apply_to_inputs(

@@ -9,8 +9,9 @@ for which its stream is the default one: the scripts of all ranks draw the same,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,3 +77,13 @@ def shared() -> Iterator[None]:
     finally:
         _shared_streams.append(get_streams())
         set_streams(own)
+
+
+class Streams(NamedTuple):
+    """``forked(tp_rank)`` and ``shared()``, as this module has them or as a runtime does."""
+
+    forked: Callable[[int], AbstractContextManager[None]]
+    shared: Callable[[], AbstractContextManager[None]]
+
+
+STREAMS = Streams(forked, shared)

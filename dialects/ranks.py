@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partbook.core import Mesh, rng
+from partbook.core import Mesh, ScheduledModel, rng
 from partbook.core.mesh import Axis
 
 # The axes of each group that a mesh has.
@@ -98,6 +98,13 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
         moved = tensor.detach().to(device)
         dist.broadcast(moved, group=mesh.model_group, group_src=0)
         tensor.detach().copy_(moved)
+
+
+def spread(scheduled: ScheduledModel) -> None:
+    """Make weights and buffers of all dp ranks those of the first, as DistributedDataParallel does."""
+    if scheduled.mesh.dp > 1:
+        for tensor in (*scheduled.model.parameters(), *scheduled.model.buffers()):
+            dist.broadcast(tensor.detach(), group=scheduled.mesh.dp_group, group_src=0)
 
 
 def communication_device(mesh: Mesh) -> torch.device:

@@ -34,6 +34,8 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, cuts: Sequence[str]) -> None:
+        # the name of the one output that is needed; None: the loss in training, else all of them
+        self.only: str | None = None
         self.skeleton = skeleton_of(model)
         self._cuts = tuple(cuts)
         self._dissolved = dissolved(self.skeleton, cuts)
@@ -99,7 +101,8 @@ class Pipeline:
     def _record(self, batch: Mapping[str, Any], training: bool) -> Wiring:
         session, recording = self._recorded(batch)
         kind = Kind.of(recording, session, self.skeleton)
-        kept = _needed_outputs(kind, training and torch.is_grad_enabled())
+        is_training = training and torch.is_grad_enabled()
+        kept = _needed_outputs(kind, self.only or ("loss" if is_training else None))
         cuts, parts = split(kind.graph, self._cuts, session.shapes.replace, kept)
         symbols = symbols_of(kind, session.shapes.replace)
         # The head of a sharded loss asks whether that loss is computed of what it gives.
@@ -205,12 +208,12 @@ def refuse_unknown(model: nn.Module, batch: Mapping[str, Any]) -> None:
             )
 
 
-def _needed_outputs(kind: Kind, is_training: bool) -> list[bool]:
-    """Which outputs the last stage computes: where a model gives its loss, training needs nothing else."""
+def _needed_outputs(kind: Kind, wanted: str | None) -> list[bool]:
+    """Which outputs the last stage computes: none but the one of this name, where the model gives it."""
     count = kind.output.num_leaves
     tree = pytree.tree_unflatten(list(range(count)), kind.output)
-    loss = tree.get("loss") if isinstance(tree, Mapping) else None
-    return [not is_training or loss is None or i == loss for i in range(count)]
+    place = tree.get(wanted) if isinstance(tree, Mapping) else None
+    return [place is None or i == place for i in range(count)]
 
 
 def _look(batch: Mapping[str, Any]) -> str:

@@ -26,10 +26,9 @@ from partbook.core.pipeline import release
 from ..batches import check_first_batch
 from ..cuts import cut, cut_like
 from ..micro_batches import LossFunction
-from ..ranks import agree_on_weights, communication_device, make_mesh, seed_ranks
+from ..ranks import agree_on_weights, communication_device, make_mesh, seed_ranks, spread
 from .orders import check_order, find_order, placement_of, usual_stages
 from .pipeline import PipelineModel, sum_dtype
-from .reduction import spread
 
 
 def initialize(

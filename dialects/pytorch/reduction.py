@@ -45,13 +45,6 @@ class Reduction:
                 _reduce(bucket, self._mesh.dp_group, self._mesh.dp)
 
 
-def spread(scheduled: ScheduledModel) -> None:
-    """Make weights and buffers of all dp ranks those of the first, as DistributedDataParallel does."""
-    if scheduled.mesh.dp > 1:
-        for tensor in (*scheduled.model.parameters(), *scheduled.model.buffers()):
-            dist.broadcast(tensor.detach(), group=scheduled.mesh.dp_group, group_src=0)
-
-
 def _ties_of(scheduled: ScheduledModel) -> Iterator[tuple[nn.Parameter, Any]]:
     """The parameters that other pipeline ranks hold too, with the group of those ranks."""
     mesh = scheduled.mesh

@@ -1,0 +1,176 @@
+"""The TransformerConfig of a transformers model, and what of Megatron's own contradicts the model."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from partbook.core import Mesh, PartbookError
+
+# A field of TransformerConfig, and what transformers' configs call it.
+_NAMES = {
+    "hidden_size": ("hidden_size",),
+    "num_attention_heads": ("num_attention_heads",),
+    "num_query_groups": ("num_key_value_heads",),
+    "kv_channels": ("head_dim", "d_kv"),
+    "ffn_hidden_size": ("intermediate_size", "d_ff", "n_inner"),
+    "layernorm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    "init_method_std": ("initializer_range",),
+    "attention_dropout": ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+    "hidden_dropout": ("resid_pdrop", "hidden_dropout_prob", "dropout_rate"),
+}
+# Those of which the model and Megatron's arguments must say the same.
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
+
+
+class ConfigError(PartbookError, ValueError):
+    """A Megatron configuration that does not fit the model, the schedule or the mesh. Nothing was started."""
+
+
+def transformer_config(model_config: Any, **fields: Any) -> TransformerConfig:
+    """The TransformerConfig of a transformers config, for the parallel sizes of ``parallel_state``.
+
+    ``fields`` are TransformerConfig's own and go before what is derived. Raises ConfigError for one that it lacks.
+    """
+    known = TransformerConfig.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"TransformerConfig has no field {name!r}")
+    if fields.get("sequence_parallel") and parallel_state.get_tensor_model_parallel_world_size() == 1:
+        raise ConfigError(_SEQUENCE_WITHOUT_TP)
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    dtype = fields.get("params_dtype") or _dtype_of(fields)
+    derived: dict[str, Any] = {
+        "num_layers": layers_of(model_config),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": virtual,
+        # Two stages send to each other in both directions, which batched sends of interleaved stages mix up.
+        "batch_p2p_comm": virtual is None,
+        "overlap_p2p_comm": virtual is not None,
+        "deallocate_pipeline_outputs": True,
+    }
+    for field, names in _NAMES.items():
+        found = next((getattr(model_config, name) for name in names if getattr(model_config, name, None)), None)
+        if found is not None:
+            derived[field] = found
+    return TransformerConfig(**{**derived, **fields})
+
+
+def _dtype_of(fields: dict[str, Any]) -> torch.dtype:
+    return torch.bfloat16 if fields.get("bf16") else torch.float16 if fields.get("fp16") else torch.float32
+
+
+def layers_of(model_config: Any) -> int:
+    """The transformer layers of a model, those of the encoder and of the decoder together."""
+    decoder = getattr(model_config, "num_decoder_layers", None) if _is_encoder_decoder(model_config) else None
+    return int(model_config.num_hidden_layers) + int(decoder or 0)
+
+
+def _is_encoder_decoder(model_config: Any) -> bool:
+    return bool(getattr(model_config, "is_encoder_decoder", False))
+
+
+def find_config(
+    model_config: Any, given: TransformerConfig | Mapping[str, Any] | None, sequence_parallel: bool | None
+) -> TransformerConfig:
+    """A TransformerConfig to change: a copy of the one that is given, Megatron-LM's of its arguments, or a derived one.
+
+    ``sequence_parallel``: what the schedule's option says; None where it has none.
+    """
+    if isinstance(given, TransformerConfig):
+        return copy.copy(given)
+    training = sys.modules.get("megatron.training")
+    if given is None and training is not None:
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        return core_transformer_config_from_args(training.get_args())
+    return transformer_config(model_config, **{"sequence_parallel": bool(sequence_parallel), **(given or {})})
+
+
+def with_sequence(options: Any, config: TransformerConfig) -> Any:
+    """The schedule's options, which split the sequence when Megatron's configuration does.
+
+    Raises ConfigError where the schedule alone does.
+    """
+    asked = getattr(options, "sequence_parallel", None)
+    if asked and not config.sequence_parallel:
+        raise ConfigError(
+            "the schedule splits the sequence, and Megatron's arguments do not: sequence_parallel=True there "
+            "(--sequence-parallel)"
+        )
+    if asked is False and config.sequence_parallel:
+        return dataclasses.replace(options, sequence_parallel=True)
+    return options
+
+
+def check(config: TransformerConfig, model_config: Any, mesh: Mesh) -> None:
+    """Raise ConfigError for everything in ``config`` that the model contradicts or that the dialect cannot do."""
+    problems = [*_contradictions(config, model_config), *_unsupported(config, mesh)]
+    if problems:
+        raise ConfigError("this configuration of Megatron does not fit:\n  " + "\n  ".join(problems))
+
+
+def _contradictions(config: TransformerConfig, model_config: Any) -> list[str]:
+    found = []
+    for field in _SHAPE:
+        wanted = _wanted(field, model_config)
+        given = getattr(config, field)
+        if wanted and given not in wanted:
+            flag = "--" + field.replace("_", "-")
+            found.append(
+                f"{field} is {given} in Megatron's arguments, and {wanted[0]} in the model: {flag} {wanted[0]}"
+            )
+    return found
+
+
+def _wanted(field: str, model_config: Any) -> list[Any]:
+    """What Megatron may say of the model."""
+    if field == "num_layers":
+        # Of an encoder and a decoder, Megatron counts both or one.
+        return [layers_of(model_config), model_config.num_hidden_layers]
+    values = [getattr(model_config, name, None) for name in _NAMES[field]]
+    return [value for value in values if value is not None]
+
+
+def _unsupported(config: TransformerConfig, mesh: Mesh) -> list[str]:
+    sizes = {"tensor_model_parallel_size": mesh.tp, "pipeline_model_parallel_size": mesh.pp}
+    found = [
+        f"{field} is {getattr(config, field)}, and the process groups are of {size}"
+        for field, size in sizes.items()
+        if getattr(config, field) != size
+    ]
+    virtual = config.virtual_pipeline_model_parallel_size or 1
+    if config.sequence_parallel and mesh.tp == 1:
+        found.append(_SEQUENCE_WITHOUT_TP)
+    if config.context_parallel_size > 1:
+        found.append(f"context_parallel_size={config.context_parallel_size}: the model's attention needs all keys: 1")
+    if config.expert_model_parallel_size > 1:
+        found.append(f"expert_model_parallel_size={config.expert_model_parallel_size}: there is no rule for experts: 1")
+    if config.recompute_granularity is not None:
+        found.append(
+            f"recompute_granularity={config.recompute_granularity!r}: what is recomputed is the schedule's: leave it "
+            "out, and give the schedule checkpoint_ratio=1.0"
+        )
+    if config.defer_embedding_wgrad_compute:
+        found.append("defer_embedding_wgrad_compute: Megatron's own head does that: leave it out")
+    if config.fp8 is not None:
+        found.append(f"fp8={config.fp8!r}: Transformer Engine's layers do that: leave it out")
+    if virtual > 1 and mesh.pp == 2 and config.batch_p2p_comm:
+        found.append(
+            "batch_p2p_comm with interleaved stages on pp=2 mixes up the two directions: batch_p2p_comm=False, "
+            "overlap_p2p_comm=True"
+        )
+    return found
+
+
+_SEQUENCE_WITHOUT_TP = "sequence parallelism splits the sequence over the tp ranks, and tp is 1: leave it out, or tp=2"

@@ -1,0 +1,94 @@
+"""The attributes by which Megatron knows sharded, shared and sequence-parallel parameters; a missing one is silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from partbook.core import Problem, ScheduledModel, ScheduleError, user_line
+from partbook.core.execution import change_plan, plan_of
+
+
+def mark(scheduled: ScheduledModel, config: TransformerConfig) -> None:
+    """Mark every parameter as Megatron's own layers mark theirs."""
+    for name, parameter in scheduled.model.named_parameters():
+        layout = scheduled.layouts.get(name)
+        # The gradient norm counts a marked parameter on every tp rank, any other on the first one.
+        is_counted = layout is not None and layout.is_first_replica(scheduled.mesh.tp_rank)
+        _set(parameter, "tensor_model_parallel", is_counted)
+        _set(parameter, "partition_dim", layout.axis if layout else -1)
+        _set(parameter, "partition_stride", len(layout.segments) if layout else 1)
+        _set(parameter, "allreduce", True)
+    for tie in scheduled.ties_across:
+        rank = scheduled.mesh.pp_rank
+        if rank in tie.names:
+            parameter = scheduled.model.get_parameter(tie.names[rank])
+            # Of its own bucket in the distributed optimizer.
+            _set(parameter, "shared_embedding", True)
+            if rank != tie.ranks[0]:
+                # Not counted in the gradient norm again.
+                _set(parameter, "shared", True)
+    for module in scheduled.model.modules():
+        if isinstance(module, nn.Embedding):
+            _set(module.weight, "is_embedding_or_output_parameter", True)
+    if config.sequence_parallel:
+        _mark_sequence(scheduled)
+
+
+def _mark_sequence(scheduled: ScheduledModel) -> None:
+    """Leave gradients that each tp rank has a part of to Megatron, which sums those of all of them at once."""
+    tp = scheduled.mesh.tp
+    for module in scheduled.model.modules():
+        plan = plan_of(module)
+        if plan is None or not plan.partial_gradients:
+            continue
+        ours = {}
+        for name, sharers in plan.partial_gradients.items():
+            if sharers == tp:
+                _set(module.get_parameter(name), "sequence_parallel", True)
+            else:
+                ours[name] = sharers
+        change_plan(module, plan.mesh, partial_gradients=ours)
+
+
+def _set(parameter: Tensor, name: str, value: Any) -> None:
+    setattr(parameter, name, value)
+
+
+def check_ties(scheduled: ScheduledModel) -> None:
+    """Raise ScheduleError for ties between stages that Megatron does not sum the gradients of."""
+    mesh = scheduled.mesh
+    ends = [0, mesh.pp - 1]
+    problems = [
+        Problem(
+            f"{tie.name!r} is held by the pipeline ranks {tie.ranks}, and Megatron sums gradients over the first and "
+            "the last only",
+            "move the cuts so that these two hold it",
+        )
+        for tie in scheduled.ties_across
+        if tie.ranks != ends
+    ]
+    if len(scheduled.ties_across) > 1:
+        names = ", ".join(repr(tie.name) for tie in scheduled.ties_across)
+        problems.append(Problem(f"several parameters are held by two stages: {names}, and Megatron sums one of them"))
+    problems += [
+        Problem(
+            f"{name!r} is held by the stages {stages}, which are chunks of one rank: each would sum and step it",
+            "move the cuts so that one stage holds it",
+        )
+        for name, stages in _held_twice(scheduled)
+    ]
+    if problems:
+        raise ScheduleError("model_provider", problems, user_line())
+
+
+def _held_twice(scheduled: ScheduledModel) -> list[tuple[str, list[int]]]:
+    pp = scheduled.mesh.pp
+    found = []
+    for name in dict.fromkeys(name for stage in scheduled.stages for name in stage.parameters):
+        stages = [stage.index for stage in scheduled.stages if name in stage.parameters]
+        if len({index % pp for index in stages}) < len(stages):
+            found.append((name, stages))
+    return found
