@@ -8,6 +8,9 @@ except ImportError as error:
     ) from error
 
 from ..arguments import add_schedule_arguments as add_schedule_arguments
+from .checkpoints import CheckpointError as CheckpointError
+from .checkpoints import load_checkpoint as load_checkpoint
+from .checkpoints import save_checkpoint as save_checkpoint
 from .config import ConfigError as ConfigError
 from .config import transformer_config as transformer_config
 from .cpu import on_cpu as on_cpu

@@ -63,6 +63,9 @@ def transformer_config(model_config: Any, **fields: Any) -> TransformerConfig:
         found = next((getattr(model_config, name) for name in names if getattr(model_config, name, None)), None)
         if found is not None:
             derived[field] = found
+    heads, tp = derived.get("num_attention_heads"), derived["tensor_model_parallel_size"]
+    if heads and heads % tp:
+        raise ConfigError(f"the model has {heads} attention heads, which do not divide by tp={tp}: tp must divide them")
     return TransformerConfig(**{**derived, **fields})
 
 

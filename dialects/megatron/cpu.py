@@ -42,7 +42,6 @@ def on_cpu() -> Iterator[None]:
         _random(put)
         _tensors(put)
         _megatron(put)
-        undo.enter_context(_without_compiler())
         _is_active = True
         undo.callback(_deactivate)
         yield
@@ -70,19 +69,6 @@ def _devices(put: Put) -> None:
     put(cuda, "set_device", lambda device: None)
     # The model parallel seeds and Megatron-LM's initialisation ask whether there is any.
     put(cuda, "device_count", lambda: 1)
-    # Megatron-LM chooses kernels by the generation of the device.
-    put(cuda, "get_device_capability", lambda device=None: (8, 0))
-    put(cuda, "get_device_properties", lambda device=None: _Properties)
-    # Memory reports.
-    put(cuda, "memory_allocated", lambda device=None: 0)
-    put(cuda, "max_memory_allocated", lambda device=None: 0)
-    put(cuda, "memory_reserved", lambda device=None: 0)
-    put(cuda, "max_memory_reserved", lambda device=None: 0)
-    put(cuda, "memory_stats", lambda device=None: {})
-
-
-class _Properties:
-    major, minor, name, total_memory, multi_processor_count = 8, 0, "cpu", 0, 1
 
 
 def _streams(put: Put) -> None:
@@ -208,15 +194,3 @@ def _megatron(put: Put) -> None:
 
 def _alias(name: str, x: Any) -> Any:
     return x.detach() if name.startswith("tensor_send") and isinstance(x, Tensor) else x
-
-
-@contextlib.contextmanager
-def _without_compiler() -> Iterator[None]:
-    """megatron-core compiles small functions, which takes longer on a CPU than it gains."""
-    import torch._dynamo
-
-    before, torch._dynamo.config.disable = torch._dynamo.config.disable, True
-    try:
-        yield
-    finally:
-        torch._dynamo.config.disable = before

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -20,7 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
 import models
-from partbook.dialects.megatron import model_provider, on_cpu
+from partbook.dialects.megatron import StageModel, model_provider, on_cpu, scheduled_of
 
 _stack = contextlib.ExitStack()
 
@@ -43,6 +44,10 @@ class Training:
 
     chunks: list[Any]
     optimizer: Any
+
+    @property
+    def scheduled(self) -> Any:
+        return scheduled_of(self.chunks)
 
     @property
     def is_virtual(self) -> bool:
@@ -82,13 +87,29 @@ class Training:
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
     batch = dict(next(iterator))
-    output = model(**{**batch, "labels": shifted(batch)})
-    return output, functools.partial(mean_loss, shifted(batch))
+    if isinstance(unwrapped(model), GPTModel):
+        batch |= megatrons_arguments(batch["input_ids"])
+    labels = labels_of(batch, unwrapped(model))
+    return model(**{**batch, "labels": labels}), functools.partial(mean_loss, labels)
 
 
-def shifted(batch: dict[str, Tensor]) -> Tensor:
-    """Labels as Megatron's datasets have them: of the next token."""
-    if "decoder" in batch.get("kind", ""):
+def unwrapped(model: nn.Module) -> Any:
+    while not isinstance(model, GPTModel | StageModel):
+        model = model.module
+    return model
+
+
+def megatrons_arguments(ids: Tensor) -> dict[str, Tensor]:
+    """Position ids and mask as Megatron's loaders make them."""
+    length = ids.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return {"position_ids": torch.arange(length).expand_as(ids), "attention_mask": mask[None, None]}
+
+
+def labels_of(batch: dict[str, Tensor], model: Any) -> Tensor:
+    """Labels as Megatron's datasets have them: those of a causal model are of the next token."""
+    name = type(model if isinstance(model, GPTModel) else model.scheduled.original.skeleton).__name__
+    if name.startswith(("T5", "Bert")):
         return batch["labels"]
     return nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
 

@@ -39,6 +39,10 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "deepspeed",
     "torch.distributed.pipelining",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
     # 2 s of deepspeed.initialize, which imports a compiled optimizer (deepspeed/runtime/zero/muon, 0.19)
     "torch._inductor.compile_fx",
 ]

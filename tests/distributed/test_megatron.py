@@ -1,0 +1,412 @@
+"""What Megatron asks of a model: attributes at every place of a pipeline, layers, streams, collectives, refusals."""
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+import megatron_training as megatron
+import models
+from counting import Collectives
+from partbook.core import AgreementError, ScheduleError
+from partbook.dialects.megatron import (
+    ConfigError,
+    consolidate,
+    gradients,
+    model_provider,
+    parallel_layers,
+    transformer_config,
+)
+from ranks import on_ranks
+
+
+def meta(dense: nn.Module) -> Any:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return type(dense)(dense.config)
+
+    return build
+
+
+def chunks_of(dense: nn.Module, family: str, vp: int | None = None, **options: Any) -> list[Any]:
+    return megatron.provide(model_provider(meta(dense), family, weights=dense, **options), vp)
+
+
+# ---------------------------------------------------------------------- the contract
+
+
+@pytest.mark.parametrize("vp", [None, 2])
+@on_ranks(2)
+def test_a_stage_has_what_megatron_reads(rank: int, vp: int | None) -> None:
+    megatron.start(pp=2, vp=vp)
+    chunks = chunks_of(models.gpt2(layers=4), "gpt2", vp, config={"init_method_std": 0.5})
+    assert [chunk.vp_stage for chunk in chunks] == ([None] if vp is None else [0, 1])
+    count = 2 * (vp or 1)
+    for i, chunk in enumerate(chunks):
+        number = 2 * i + rank
+        assert isinstance(chunk.config, TransformerConfig)
+        assert (chunk.config.hidden_size, chunk.config.num_layers, chunk.config.num_attention_heads) == (32, 4, 4)
+        assert chunk.config.init_method_std == 0.5
+        assert not chunk.config.variable_seq_lengths
+        assert chunk.model_type is ModelType.encoder_or_decoder
+        assert (chunk.pre_process, chunk.post_process) == (number == 0, number == count - 1)
+        assert chunk.share_embeddings_and_output_weights
+        weight = chunk.shared_embedding_or_output_weight()
+        assert (weight is not None) == (number in (0, count - 1))
+        if weight is not None:
+            assert weight.shared_embedding
+            assert getattr(weight, "shared", False) is (number == count - 1)
+
+
+@on_ranks(2)
+def test_boundaries_are_sequence_first_and_losses_those_of_tokens(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.gpt2(layers=2).eval()
+    [stage] = chunks_of(dense, "gpt2")
+    stage.eval()
+    batch = models.batch(size=2, length=12)
+    with torch.no_grad():
+        stage.set_input_tensor([None])
+        if rank == 0:
+            hidden = stage(batch["input_ids"])
+            assert hidden.shape == (12, 2, 32)
+            assert hidden._base is None
+            dist.send(hidden, 1)
+            return
+        hidden = torch.empty(12, 2, 32)
+        dist.recv(hidden, 0)
+        labels = torch.roll(batch["input_ids"], -1, dims=1)
+        labels[0, :3] = -100
+        wanted = dense(batch["input_ids"]).logits
+        stage.set_input_tensor([hidden])
+        # Megatron's loaders give labels to the last stage, and no ids.
+        torch.testing.assert_close(stage(None, None, None), wanted)
+        stage.set_input_tensor([hidden])
+        losses = stage(None, None, None, labels=labels)
+        exact = nn.functional.cross_entropy(wanted.transpose(1, 2), labels, reduction="none")
+        torch.testing.assert_close(losses, exact)
+        assert losses.shape == (2, 12)
+
+
+@on_ranks(2)
+def test_a_micro_batch_of_one_sends_no_view(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.llama(layers=2)
+    training = megatron.train("llama", dense)
+    batches = [models.batch(size=1, length=12, seed=seed) for seed in range(2)]
+    loss, _ = training.step(batches)
+    wanted = sum(dense(**batch).loss for batch in batches) / 2
+    torch.testing.assert_close(loss, wanted.detach())
+
+
+@on_ranks(2)
+def test_sharded_modules_are_megatrons_own_layers_with_its_marks(rank: int) -> None:
+    megatron.start(tp=2)
+    [stage] = chunks_of(models.gpt2(), "gpt2", schedule_args={"fuse_qkv": False})
+    layers = dict(parallel_layers(stage))
+    assert isinstance(layers["transformer.wte"], VocabParallelEmbedding)
+    block = "transformer.h.0."
+    for name, kind in (
+        ("attn.c_attn", "column"),
+        ("attn.c_proj", "row"),
+        ("mlp.c_fc", "column"),
+        ("mlp.c_proj", "row"),
+    ):
+        layer = layers[block + name]
+        assert isinstance(layer, ColumnParallelLinear if kind == "column" else RowParallelLinear)
+        assert layer.weight.tensor_model_parallel
+        assert layer.weight.partition_dim == (0 if kind == "column" else 1)
+        assert layer.bias.tensor_model_parallel is (kind == "column")
+    # The input gradient is summed while the weight's is computed.
+    assert layers[block + "attn.c_attn"].allreduce_dgrad
+    assert layers[block + "attn.c_attn"].weight.partition_stride == 3
+    assert isinstance(layers["lm_head"], ColumnParallelLinear)
+    assert stage.transformer.wte.weight is stage.lm_head.weight
+    assert stage.transformer.wte.weight.is_embedding_or_output_parameter
+    assert not stage.transformer.ln_f.weight.tensor_model_parallel
+    assert stage.state_dict().keys() == models.gpt2().state_dict().keys()
+
+
+@on_ranks(2)
+def test_norms_under_sequence_parallelism_carry_megatrons_mark(rank: int) -> None:
+    megatron.start(tp=2)
+    [stage] = chunks_of(models.gpt2(), "gpt2", config={"sequence_parallel": True})
+    marked = {name for name, p in stage.named_parameters() if getattr(p, "sequence_parallel", False)}
+    names = {name for name, _ in stage.named_parameters()}
+    assert marked == {name for name in names if "ln_" in name or name.endswith("c_proj.bias")}
+
+
+@on_ranks(1)
+def test_frequencies_keep_their_dtype_in_a_float16_module(rank: int) -> None:
+    """bfloat16 rotary frequencies are off by 0.6 at position 512."""
+    megatron.start()
+    dense = models.llama()
+    [stage] = chunks_of(dense, "llama", config={"bf16": True})
+    wanted = dense.model.rotary_emb.inv_freq
+    wrapped = Float16Module(stage.config, stage)
+    assert {p.dtype for p in wrapped.parameters()} == {torch.bfloat16}
+    assert torch.equal(stage.model.rotary_emb.inv_freq, wanted)
+
+
+@on_ranks(2)
+def test_bfloat16_trains_as_the_model_in_bfloat16(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.llama(layers=2).train()
+    training = megatron.train("llama", dense, config={"bf16": True})
+    twin = copy.deepcopy(dense).bfloat16()
+    batches = [part for [part] in megatron.batches_of(0)]
+    loss, _ = training.step(batches)
+    wanted = torch.stack([twin(**batch).loss for batch in batches]).float().mean()
+    torch.testing.assert_close(loss, wanted.detach(), rtol=2e-3, atol=0)
+
+
+@on_ranks(2)
+def test_an_evaluation_has_no_gradients_and_the_models_loss(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.gpt2(dropout=0.5).eval()
+    training = megatron.train("gpt2", dense)
+    for chunk in training.chunks:
+        chunk.eval()
+    batches = [part for [part] in megatron.batches_of(0)]
+    with torch.no_grad():
+        loss = training.run(batches, forward_only=True)
+        torch.testing.assert_close(loss, torch.stack([dense(**batch).loss for batch in batches]).mean())
+
+
+# ---------------------------------------------------------------------- streams and recomputation
+
+
+def gradients_of_one_step(options: dict[str, Any], family: str = "gpt2") -> dict[str, Tensor]:
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    training = megatron.train(family, getattr(models, family)(dropout=0.3), options=options)
+    found: dict[str, Tensor] = {}
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    training.step([part for [part] in megatron.batches_of(0)], lambda: found.update(gradients(training.chunks)))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=str)
+@on_ranks(2)
+def test_recomputation_replays_the_trackers_streams(rank: int, options: dict[str, Any]) -> None:
+    megatron.start(tp=2)
+    kept = gradients_of_one_step(options)
+    recomputed = gradients_of_one_step({**options, "checkpoint_ratio": 1.0})
+    for name, grad in kept.items():
+        assert torch.equal(grad, recomputed[name]), name
+
+
+@on_ranks(2)
+def test_dropout_differs_between_ranks_where_activations_are_split_only(rank: int) -> None:
+    megatron.start(tp=2)
+    [stage] = chunks_of(models.gpt2(dropout=0.5), "gpt2")
+    masks: dict[str, Tensor] = {}
+    for name in ("attn.resid_dropout", "mlp.dropout"):
+        dropout = stage.transformer.h[0].get_submodule(name)
+        dropout.register_forward_hook(lambda m, args, out, name=name: masks.update({name: out == 0}))
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()["model-parallel-rng"].clone()
+    stage(models.batch()["input_ids"])
+    # The attention's probabilities were drawn from the tracker's stream.
+    assert not torch.equal(states, tensor_parallel.get_cuda_rng_tracker().get_states()["model-parallel-rng"])
+    for name, mask in masks.items():
+        both = [torch.empty_like(mask) for _ in range(2)]
+        dist.all_gather(both, mask)
+        assert torch.equal(*both), name
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def of_one_step(training: megatron.Training) -> Collectives:
+    counted = Collectives()
+    batches = [part for [part] in megatron.batches_of(0)]
+    training.step(batches)
+    with counted:
+        training.run(batches)
+    return counted
+
+
+@on_ranks(2)
+def test_no_more_collectives_and_bytes_than_megatrons_own_model(rank: int) -> None:
+    megatron.start(tp=2)
+    vocabulary = 100
+    dense = models.llama(vocab=vocabulary, kv_heads=4, attention_bias=False, mlp_bias=False)
+    ours = of_one_step(megatron.train("llama", dense, options={"fuse_qkv": True, "fuse_gate_up": True}))
+    config = transformer_config(
+        dense.config, gated_linear_unit=True, add_bias_linear=False, normalization="RMSNorm",
+        activation_func=nn.functional.silu, perform_initialization=True, use_cpu_initialization=True,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    own = GPTModel(
+        config, spec, vocab_size=vocabulary, max_sequence_length=32, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    theirs = of_one_step(megatron.wrap([own]))
+    assert sum(ours.counts.values()) == sum(theirs.counts.values())
+    size = lambda counts: sum(elements * times for (_, elements), times in counts.items())  # noqa: E731
+    assert size(ours.counts) <= size(theirs.counts)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def refused(call: Any, kind: type[Exception], *words: str) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(rank: int) -> None:
+    megatron.start(tp=2)
+    dense = models.llama()
+
+    def provide(**options: Any) -> Any:
+        return lambda: chunks_of(dense, "llama", **options)
+
+    refused(
+        provide(config={"hidden_size": 64}), ConfigError,
+        "hidden_size is 64 in Megatron's arguments, and 32 in the model: --hidden-size 32",
+    )  # fmt: skip
+    refused(provide(config={"num_layers": 3}), ConfigError, "num_layers is 3", "and 2 in the model: --num-layers 2")
+    refused(provide(config={"num_query_groups": 4}), ConfigError, "num_query_groups is 4", "2 in the model")
+    refused(provide(config={"hidden": 1}), ConfigError, "TransformerConfig has no field 'hidden'")
+    refused(
+        provide(config={"recompute_granularity": "selective"}), ConfigError, "recompute_granularity", "checkpoint_ratio"
+    )
+    odd = models.llama(num_attention_heads=1, kv_heads=1)
+    refused(lambda: chunks_of(odd, "llama"), ConfigError, "1 attention heads, which do not divide by tp=2")
+    config = transformer_config(dense.config)
+    refused(
+        provide(schedule_args={"sequence_parallel": True}, config=config), ConfigError,
+        "the schedule splits the sequence, and Megatron's arguments do not", "--sequence-parallel",
+    )  # fmt: skip
+    other = dataclasses.replace(config, tensor_model_parallel_size=1)
+    refused(provide(config=other), ConfigError, "tensor_model_parallel_size is 1, and the process groups are of 2")
+    provider = model_provider(meta(dense), "llama", weights=dense)
+    refused(lambda: provider(vp_stage=1), ConfigError, "vp_stage=1 was asked for", "in turn, from 0")
+
+
+@on_ranks(1)
+def test_sequence_parallelism_needs_tp(rank: int) -> None:
+    megatron.start()
+    dense = models.llama()
+    words = "sequence parallelism splits the sequence over the tp ranks, and tp is 1"
+    refused(lambda: chunks_of(dense, "llama", config={"sequence_parallel": True}), ConfigError, words)
+    refused(lambda: chunks_of(dense, "llama", schedule_args={"sequence_parallel": True}), ConfigError, words)
+
+
+@on_ranks(2)
+def test_stages_that_do_not_fit_are_refused(rank: int) -> None:
+    megatron.start(pp=2, vp=2)
+    dense = models.llama(layers=3)
+    refused(
+        lambda: chunks_of(dense, "llama", 2), ConfigError, "3 layers do not divide into pp=2 x vp=2 = 4 stages",
+        "vp could be one of",
+    )  # fmt: skip
+    cuts = "model.layers.0,model.layers.1"
+    refused(lambda: chunks_of(dense, "llama", 2, cuts=cuts), ScheduleError, "2 cuts make 3 stages")
+    mixed = dataclasses.replace(transformer_config(dense.config), batch_p2p_comm=True, overlap_p2p_comm=False)
+    refused(lambda: chunks_of(dense, "llama", 2, config=mixed), ConfigError, "batch_p2p_comm", "pp=2")
+    provider = model_provider(meta(models.llama(layers=4)), "llama", weights=0)
+    refused(
+        lambda: provider(pre_process=rank == 1, post_process=False, vp_stage=0), ConfigError,
+        "pre_process=", "parallel_state.is_pipeline_first_stage",
+    )  # fmt: skip
+
+
+@on_ranks(3)
+def test_ties_that_megatron_does_not_sum_are_refused(rank: int) -> None:
+    megatron.start(pp=3)
+    dense = models.t5()
+    refused(
+        lambda: chunks_of(dense, "t5", cuts="encoder,decoder.block.0"), ScheduleError,
+        "'shared.weight' is held by the pipeline ranks [0, 1, 2]", "first and the last only",
+    )  # fmt: skip
+
+
+@on_ranks(2)
+def test_calls_that_would_be_silently_wrong_are_refused(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.gpt2()
+    [stage] = chunks_of(dense, "gpt2")
+    stage.eval()
+    batch = models.batch(size=2, length=12, padded=True)
+    refused(
+        lambda: stage(batch["input_ids"], packed_seq_params=object()), ValueError, "packed_seq_params", "GPT2LMHead"
+    )
+    refused(lambda: stage(batch["input_ids"], colour=torch.ones(1)), ValueError, "'colour'")
+    positions = torch.arange(12).repeat(2, 1)
+    mask = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        if rank == 0:
+            # As Megatron's loaders make them.
+            plain = stage(batch["input_ids"], positions, mask)
+            torch.testing.assert_close(plain, stage(batch["input_ids"]))
+            restarted = torch.cat([torch.arange(6), torch.arange(6)]).repeat(2, 1)
+            refused(lambda: stage(batch["input_ids"], restarted), RuntimeError, "start again inside a sequence")
+            documents = mask.clone()
+            documents[..., 6:, :6] = True
+            refused(lambda: stage(batch["input_ids"], None, documents), RuntimeError, "not just causal")
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_stage_without_the_mask_that_the_first_one_has_is_refused(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.gpt2()
+    [stage] = chunks_of(dense, "gpt2")
+    batch = models.batch(size=2, length=12, padded=True)
+    if rank == 0:
+        stage(batch["input_ids"], None, batch["attention_mask"])
+    dist.barrier()
+    if rank == 1:
+        stage.set_input_tensor([torch.zeros(12, 2, 32)])
+        refused(
+            lambda: stage(None, None, None), AgreementError, "the first stage was called with attention_mask",
+            "stage 1 without", "each stage the whole batch",
+        )  # fmt: skip
+
+
+def test_without_megatron_core_the_error_says_how_to_install_it() -> None:
+    code = "import sys; sys.modules['megatron.core'] = None; import partbook.dialects.megatron"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1
+    assert "pip install 'megatron-core>=" in found.stderr
+
+
+@on_ranks(1)
+def test_a_models_own_weights_are_used_and_a_seed_is_the_same_everywhere(rank: int) -> None:
+    megatron.start()
+    dense = models.gpt2()
+    provider = model_provider(lambda: copy.deepcopy(dense), "gpt2")
+    state = consolidate(megatron.provide(provider))
+    for name, value in dense.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+@on_ranks(4)
+def test_fresh_weights_do_not_depend_on_the_mesh(rank: int) -> None:
+    megatron.start(tp=2, pp=2)
+    torch.manual_seed(rank)
+    dense = models.gpt2()
+    found = consolidate(megatron.provide(model_provider(meta(dense), "gpt2", weights=5)))
+    unseeded = consolidate(megatron.provide(model_provider(meta(dense), "gpt2")))
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, float(sum(value.double().sum() for value in unseeded.values())))
+    assert len(set(everyone)) == 1
+    parallel_state.destroy_model_parallel()
+    assert found.keys() == dense.state_dict().keys()
