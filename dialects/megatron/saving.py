@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
 from torch import Tensor
 
-from partbook.core import Layout
+from partbook.core import Layout, ScheduledModel
+from partbook.core.primitives.shard import Shard
 from partbook.core.weights import Cat, Expression, Source, Transpose
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,22 +28,34 @@ def sharded_state_dict(stage: Any, prefix: str, metadata: Mapping[str, Any] | No
     """{prefix + name in the stage: what Megatron saves of it}, for a ``StageModel``."""
     scheduled, group = stage.scheduled, (metadata or {}).get("dp_cp_group") or stage.pg_collection.dp_cp
     names = {id(parameter): name for name, parameter in scheduled.model.named_parameters()}
+    flexible = _flexible(scheduled)
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for name, tensor in stage.inner.state_dict(keep_vars=True).items():
         known = names.get(id(tensor))
-        copy = int(id(tensor) in seen or (known is not None and scheduled.is_copy(known)))
+        if id(tensor) in seen:
+            # The optimizer knows a parameter by one entry; loading fills the other names with it.
+            found[prefix + name] = LocalNonpersistentObject(tensor)
+            continue
         seen.add(id(tensor))
         if known is None:
             # A buffer: equal on all ranks.
-            replica = (copy, scheduled.mesh.tp_rank, group.rank())
+            replica = (0, scheduled.mesh.tp_rank, group.rank())
             found[prefix + name] = ShardedTensor.from_rank_offsets(prefix + name, tensor, replica_id=replica)
             continue
-        layout = scheduled.layouts.get(known)
+        layout, expression = scheduled.layouts.get(known), scheduled.weights[known]
         place = scheduled.mesh.tp_rank if layout is None else scheduled.mesh.tp_rank % layout.replicas
-        saved = Saved(scheduled.weights[known], layout, scheduled.mesh.tp_rank, scheduled.original.shapes)
-        found[prefix + name] = saved.entry(prefix, tensor, (copy, place, group.rank()))
+        is_flexible = not flexible.isdisjoint(expression.names())
+        saved = Saved(expression, layout, scheduled.mesh.tp_rank, scheduled.original.shapes, is_flexible)
+        found[prefix + name] = saved.entry(prefix, tensor, (int(scheduled.is_copy(known)), place, group.rank()))
     return found
+
+
+def _flexible(scheduled: ScheduledModel) -> set[str]:
+    """The original parameters that a mesh may pad, so that those of another have another size."""
+    steps = [(step.path, step.primitive) for step in scheduled.history]
+    names = [f"{path}.{one.param}".lstrip(".") for path, one in steps if isinstance(one, Shard) and one.pad]
+    return {scheduled.ties.get(name, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -71,11 +84,12 @@ class Saved:
     layout: Layout | None
     rank: int
     shapes: Shapes
+    is_flexible: bool
 
     def entry(self, prefix: str, parameter: Tensor, replica: tuple[int, ...]) -> Any:
         """A ShardedTensor, or the factory of several; the optimizer makes the same of its states."""
         pieces = [piece for piece, _ in self._take_apart(parameter)]
-        flexible = self.layout is not None and self.layout.padding > 0
+        flexible = self.is_flexible
         if isinstance(self.expression, Source) and len(pieces) == 1:
             return pieces[0].sharded(prefix, parameter, replica, flexible)
         first = next(self.expression.names())
