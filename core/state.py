@@ -81,6 +81,8 @@ class State:
     cuts: list[str] = field(default_factory=list)
     # of the whole model, by name; None: those that are known for its class
     example_inputs: Mapping[str, Any] | None = None
+    # the one output that a runtime needs of a cut model, see Pipeline
+    only_output: str | None = None
     # its pipeline, and what it was made for
     pipeline: tuple[Any, Any] | None = None
     library: Library = field(default_factory=Library)

@@ -72,7 +72,7 @@ def pipeline_of(state: State) -> Pipeline:
     """The pipeline of a schedule with cuts, traced for its example inputs. Raises GuardError."""
     key = (tuple(state.cuts), len(state.history))
     if state.pipeline is None or state.pipeline[0] != key:
-        pipeline = Pipeline(state.model, state.cuts)
+        pipeline = Pipeline(state.model, state.cuts, state.only_output)
         pipeline.wiring(examples_of(state), training=True)
         state.pipeline = (key, pipeline)
     return state.pipeline[1]

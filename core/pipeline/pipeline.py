@@ -29,15 +29,15 @@ _MOST_KINDS = 32
 class Pipeline:
     """The stages of a model between its ``cuts``, for any batch: its *wiring* is made when the first of its kind comes.
 
+    ``only``: the name of the one output that is needed; by default the loss in training, else all of them.
+
     Every rank that is given batches of the same look comes to the same wirings: they are made on the meta device, of
     the whole model.
     """
 
-    def __init__(self, model: nn.Module, cuts: Sequence[str]) -> None:
-        # the name of the one output that is needed; None: the loss in training, else all of them
-        self.only: str | None = None
+    def __init__(self, model: nn.Module, cuts: Sequence[str], only: str | None = None) -> None:
         self.skeleton = skeleton_of(model)
-        self._cuts = tuple(cuts)
+        self._cuts, self._only = tuple(cuts), only
         self._dissolved = dissolved(self.skeleton, cuts)
         self._wirings: list[Wiring] = []
         # what each stage holds, once that is settled
@@ -102,7 +102,7 @@ class Pipeline:
         session, recording = self._recorded(batch)
         kind = Kind.of(recording, session, self.skeleton)
         is_training = training and torch.is_grad_enabled()
-        kept = _needed_outputs(kind, self.only or ("loss" if is_training else None))
+        kept = _needed_outputs(kind, self._only or ("loss" if is_training else None))
         cuts, parts = split(kind.graph, self._cuts, session.shapes.replace, kept)
         symbols = symbols_of(kind, session.shapes.replace)
         # The head of a sharded loss asks whether that loss is computed of what it gives.

@@ -15,7 +15,7 @@ from torch import nn
 from partbook.core import Mesh, Schedule, ScheduledModel, build, create_schedule, find_schedule, materialize, rehearse
 from partbook.core.loss import loss_follows
 from partbook.core.pipeline import release, subtree
-from partbook.core.tracing.examples import TensorLike, default_inputs
+from partbook.core.tracing.examples import default_inputs, tensors_of
 
 from ..cuts import cut, cut_like, parse_cuts
 from ..ranks import agree_on_weights, spread
@@ -51,8 +51,12 @@ def build_chunks(
     device = _device(config)
     _convert(model, config.params_dtype)
 
-    plan = create_schedule(model, mesh.at(mesh.rank))
-    trial = rehearse(plan, schedule, options, lambda sch: cut(sch, cuts, device, count))
+    def cut_it(sch: Schedule) -> None:
+        _prepare(sch)
+        cut(sch, cuts, device, count)
+
+    with loss_follows():
+        trial = rehearse(create_schedule(model, mesh.at(mesh.rank)), schedule, options, cut_it)
     if mesh.pp > 1 and len(trial.state.cuts) + 1 != count:
         raise ConfigError(f"the cuts make {len(trial.state.cuts) + 1} stages, and Megatron runs {count}")
     scheduled = _schedule(model, mesh, schedule, options, trial)
@@ -93,33 +97,41 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def _prepare(sch: Schedule) -> None:
+    """Have the model cut for the logits: its own loss shifts labels, and gives their mean."""
+    state = sch.state
+    state.only_output = "logits"
+    defaults = default_inputs(state.model, sch.mesh.tp)
+    looks = dict(state.example_inputs or (defaults[0] if defaults else {}))
+    labels = looks.pop("labels", None)
+    if getattr(state.model.config, "is_encoder_decoder", False) and labels is not None:
+        looks["decoder_input_ids"] = labels
+    # none: the cut says that it needs some
+    state.example_inputs = looks or None
+
+
 def _schedule(model: nn.Module, mesh: Mesh, schedule: Any, options: Any, trial: Schedule) -> ScheduledModel:
     agree_on_weights(model, mesh)
     sch = create_schedule(model, mesh)
     find_schedule(schedule)(sch, options)
+    _prepare(sch)
     if mesh.pp > 1:
         cut_like(sch, trial)
-    scheduled = build(sch)
+    with loss_follows():
+        scheduled = build(sch)
     if scheduled.stages:
         release(model, scheduled.model)
     return scheduled
 
 
-def _wires(scheduled: ScheduledModel, config: TransformerConfig, examples: Mapping[str, Any] | None) -> list[Wire]:
+def _wires(scheduled: ScheduledModel, config: TransformerConfig, looks: Mapping[str, Any] | None) -> list[Wire]:
     """The boundaries between stages; ``config`` learns what Megatron must know of them."""
     pipeline, mesh = scheduled.pipeline, scheduled.mesh
-    if pipeline is None:
+    if pipeline is None or looks is None:
         return []
-    # The losses are computed of them: the model's own loss shifts labels, and gives their mean.
-    pipeline.only = "logits"
-    looks = dict(examples or default_inputs(pipeline.skeleton, mesh.tp)[0])
-    labels = looks.pop("labels", None)
-    if getattr(pipeline.skeleton.config, "is_encoder_decoder", False) and labels is not None:
-        looks.setdefault("decoder_input_ids", labels)
     with loss_follows():
         wiring = pipeline.wiring(looks, training=True)
-    meta = torch.device("meta")
-    known = {name: look.make(meta) if isinstance(look, TensorLike) else look for name, look in looks.items()}
+    known = tensors_of(looks, pipeline.skeleton)
     batch, length = known["input_ids"].shape
     length //= mesh.tp if config.sequence_parallel else 1
     wires = wires_of(wiring.at(wiring.values(pipeline.skeleton, known)), (batch, length, config.hidden_size))

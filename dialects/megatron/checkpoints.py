@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer import distrib_optimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
 from partbook.core import PartbookError
 
@@ -68,15 +70,26 @@ def load_checkpoint(folder: str | Path, model: Chunks, optimizer: Any = None, it
     source = _find(Path(folder), iteration)
     with _states_of_torch_adam(), torch.no_grad():
         state = _state_of(model, optimizer, is_loading=True)
+        emptied = [entry.data for entry in nested_values(state) if getattr(entry, "allow_shape_mismatch", False)]
+        before = [tensor.clone() for tensor in emptied]
         try:
             loaded = dist_checkpointing.load(state, str(source))
-        except CheckpointingException as error:
-            raise CheckpointError(f"{source} does not fit the model: {error}") from error
+        except (CheckpointingException, CheckpointException) as error:
+            # Of a vocabulary, which may be padded otherwise, Megatron sets all rows to zero before it looks.
+            for tensor, content in zip(emptied, before, strict=True):
+                tensor.copy_(content)
+            raise CheckpointError(f"{source} does not fit the model: {_cause(error)}") from error
         for i, stage in enumerate(stages_of(model)):
             stage.load_state_dict(loaded[_key(i)])
         if optimizer is not None:
             optimizer.load_state_dict(loaded["optimizer"])
     return loaded["iteration"], loaded["extra"]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the first rank met, of an error of all ranks."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
 
 
 def _find(folder: Path, iteration: int | None) -> Path:
