@@ -28,6 +28,8 @@ bench: $(INSTALLED)
 	$(IN_VENV) python benchmarks/tensor_parallel.py --json out/tensor_parallel.json
 	$(IN_VENV) python benchmarks/tracing.py --json out/tracing.json
 	$(IN_VENV) python benchmarks/fusion.py --json out/fusion.json
+	$(IN_VENV) python benchmarks/pipeline.py --json out/pipeline.json
+	$(IN_VENV) python benchmarks/megatron.py --json out/megatron.json
 
 # torch comes first, in the tested version: nothing that is installed after it may choose another
 $(INSTALLED): setup.cfg pyproject.toml

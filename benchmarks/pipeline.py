@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from harness import RankFailed, Record, measure, rank_environment
+from harness import RankFailed, Record, System, measure, rank_environment
 from pipeline_systems import SYSTEMS, PipelineJob
 from rich.console import Console
 from rich.table import Table
@@ -40,14 +40,16 @@ TITLES = {
 }
 
 
-def table(dtype: str, records: Mapping[str, Record]) -> Table:
+def table(
+    what: str, dtype: str, records: Mapping[str, Record], systems: Mapping[str, System], titles: Mapping[str, str]
+) -> Table:
     """One line a system; ratios are to the fastest peer (below 1 is faster)."""
-    shown = Table(title=f"Llama, pp 2, {dtype}, 4 micro-batches, forward + backward + step")
+    shown = Table(title=f"{what}, {dtype}, 4 micro-batches, forward + backward + step")
     columns = ("wall ms", "best", "cpu ms max", "mean", "vs peer: wall", "best", "cpu", "sent KiB", "messages")
     shown.add_column("system")
     for column in (*columns, "first loss", "difference", "last"):
         shown.add_column(column, justify="right")
-    peers = [record for name, record in records.items() if SYSTEMS[name].peer]
+    peers = [record for name, record in records.items() if systems[name].peer]
     fastest = {
         what: min((getattr(record, what) for record in peers), default=float("nan"))
         for what in ("wall", "best_wall", "cpu")
@@ -56,7 +58,7 @@ def table(dtype: str, records: Mapping[str, Record]) -> Table:
         first, last = differences(record, records.get("eager"))
         sent = [ready.extra for ready in record.ready]
         shown.add_row(
-            TITLES[name],
+            titles[name],
             f"{record.wall * 1e3:.0f}",
             f"{record.best_wall * 1e3:.0f}",
             f"{record.cpu * 1e3:.0f}",
@@ -131,7 +133,7 @@ def main() -> None:
             load = os.getloadavg()[0]
             measured = measure([SYSTEMS[name] for name in options.systems], job, options.rounds, deadline)
             records = {name: record for (name, _), record in measured.items()}
-            console.print(table(dtype, records))
+            console.print(table("Llama, pp 2", dtype, records, SYSTEMS, TITLES))
             console.print(f"load average {load:.1f} before, {os.getloadavg()[0]:.1f} after; 1 thread a rank\n")
             raw[dtype] = as_json(records)
     if options.json:

@@ -7,15 +7,17 @@ import argparse
 from .cuts import AUTO
 
 
-def add_schedule_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_schedule_arguments(parser: argparse.ArgumentParser, sizes: bool = True) -> argparse.ArgumentParser:
     """Add ``--schedule``, ``--tp``, ``--pp``, ``--cuts`` and ``--schedule-arg`` to a script's own parser.
 
-    As ``deepspeed.add_config_arguments`` adds DeepSpeed's; ``initialize(args=...)`` reads them.
+    As ``deepspeed.add_config_arguments`` adds DeepSpeed's; ``initialize(args=...)`` reads them. Without ``sizes``, tp
+    and pp are the runtime's own flags.
     """
     group = parser.add_argument_group("Partbook", "the schedule that runs the model in parallel")
     group.add_argument("--schedule", metavar="NAME|FILE.py:FUNCTION", help="a schedule by name, or one in a file")
-    group.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that split each layer; default: 1")
-    group.add_argument("--pp", type=int, default=1, metavar="N", help="stages that the model is cut into; default: 1")
+    if sizes:
+        group.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that split each layer; default: 1")
+        group.add_argument("--pp", type=int, default=1, metavar="N", help="stages that it is cut into; default: 1")
     group.add_argument(
         "--cuts",
         default=AUTO,

@@ -8,6 +8,7 @@ except ImportError as error:
     ) from error
 
 from ..arguments import add_schedule_arguments as add_schedule_arguments
+from ..arguments import schedule_options as schedule_options
 from .checkpoints import CheckpointError as CheckpointError
 from .checkpoints import load_checkpoint as load_checkpoint
 from .checkpoints import save_checkpoint as save_checkpoint

@@ -1,0 +1,54 @@
+"""The stand-in for CUDA: nothing before it is asked for, everything as it was afterwards, nothing where CUDA is."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from partbook.dialects.megatron import on_cpu
+from ranks import on_ranks
+
+
+@on_ranks(1)
+def test_it_is_undone(rank: int) -> None:
+    owners = (torch, torch.Tensor, torch.cuda, torch.cuda.random)
+    before = [dict(vars(owner)) for owner in owners]
+    with on_cpu():
+        assert torch.empty(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+        assert torch.ones(2).to("cuda").cuda().pin_memory().device.type == "cpu"
+        assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+        # Megatron's streams are the CPU's.
+        torch.cuda.manual_seed(3)
+        first = torch.rand(2)
+        torch.manual_seed(3)
+        assert torch.equal(first, torch.rand(2))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        with pytest.raises(RuntimeError, match="active already"), on_cpu():
+            pass
+    for owner, names in zip(owners, before, strict=True):
+        assert all(vars(owner)[name] is value for name, value in names.items()), owner
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.empty(2, device="cuda")
+    with on_cpu():
+        pass
+
+
+@on_ranks(1)
+def test_it_refuses_where_there_is_cuda(rank: int) -> None:
+    torch.cuda.is_available = lambda: True
+    with pytest.raises(RuntimeError, match="CUDA is available"), on_cpu():
+        pass
+
+
+def test_an_import_of_the_dialect_changes_nothing() -> None:
+    code = """
+import torch
+before = [dict(vars(owner)) for owner in (torch, torch.Tensor, torch.cuda)]
+import partbook.dialects.megatron
+for owner, names in zip((torch, torch.Tensor, torch.cuda), before):
+    assert all(vars(owner)[name] is value for name, value in names.items()), owner
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
