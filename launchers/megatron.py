@@ -132,7 +132,7 @@ def _megatron_lm() -> Iterator[None]:
     kernels = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
     known = {} if importlib.util.find_spec("triton") else {kernels: _Stub(kernels)}
     with mock.patch.dict(sys.modules, known):
-        from megatron.training import initialize, training
+        from megatron.training import arguments, initialize, training
 
         untouched = training.initialize_megatron
 
@@ -142,6 +142,8 @@ def _megatron_lm() -> Iterator[None]:
         with (
             mock.patch.object(training, "initialize_megatron", without_cuda),
             mock.patch.object(initialize, "_compile_dependencies"),
+            # Its arguments depend on the generation of the device.
+            mock.patch.object(arguments, "get_device_arch_version", return_value=8),
         ):
             yield
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -179,6 +180,7 @@ def _type(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _megatron(put: Put) -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
 
@@ -188,6 +190,8 @@ def _megatron(put: Put) -> None:
     # gloo reads a sent tensor later, and deallocate_pipeline_outputs takes its memory meanwhile: an alias keeps it.
     send = p2p_communication._p2p_ops
     put(p2p_communication, "_p2p_ops", lambda **kwargs: send(**{name: _alias(name, x) for name, x in kwargs.items()}))
+    # Saves in the background report through a process that imports everything anew; here saves are waited for.
+    put(filesystem_async, "_results_queue", queue.Queue())
     # That the CPU's stream moved in a region of the GPU's is true there whenever a number is drawn.
     put(logging.getLogger(random.__name__), "disabled", True)
 

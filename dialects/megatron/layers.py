@@ -181,6 +181,9 @@ def _become(module: nn.Module, cls: type[nn.Module], layer: nn.Module, plan: Pla
     own = {name for name in vars(nn.Module()) if name.startswith("_")} | {"training"}
     module.__dict__.update({name: value for name, value in vars(layer).items() if name not in own})
     module.__dict__["config"] = config
+    if "weight" in plan.partial_gradients:
+        # Its gradient is summed over the ranks that hold it on its way to .grad, which fused accumulation goes around.
+        module.__dict__["gradient_accumulation_fusion"] = False
     module.__dict__.pop("_partbook_plan", None)
     original = original_class(module)
     module.__class__ = _lowered_class(cast(Hashable, cls), cast(Hashable, original))

@@ -30,11 +30,31 @@ def mark(scheduled: ScheduledModel, config: TransformerConfig) -> None:
             if rank != tie.ranks[0]:
                 # Not counted in the gradient norm again.
                 _set(parameter, "shared", True)
-    for module in scheduled.model.modules():
-        if isinstance(module, nn.Embedding):
-            _set(module.weight, "is_embedding_or_output_parameter", True)
+    for name in _embeddings(scheduled):
+        _set(scheduled.model.get_parameter(name), "is_embedding_or_output_parameter", True)
+    for parameter in _used_twice(scheduled.model):
+        # Fused gradient accumulation leaves garbage in .grad, to which another use would add its own.
+        _set(parameter, "zero_out_wgrad", True)
     if config.sequence_parallel:
         _mark_sequence(scheduled)
+
+
+def _embeddings(scheduled: ScheduledModel) -> list[str]:
+    """The present names, on this rank, of the weights of embedding and head."""
+    skeleton: Any = scheduled.original.skeleton
+    found = [getattr(skeleton, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    ids = {id(module.weight) for module in found if module is not None}
+    originals = {name for name, parameter in skeleton.named_parameters() if id(parameter) in ids}
+    return [name for name, expression in scheduled.weights.items() if not originals.isdisjoint(expression.names())]
+
+
+def _used_twice(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that several modules of this rank have."""
+    seen: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+    return [parameter for parameter in model.parameters() if seen[id(parameter)] > 1]
 
 
 def _mark_sequence(scheduled: ScheduledModel) -> None:

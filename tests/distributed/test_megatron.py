@@ -136,6 +136,8 @@ def test_sharded_modules_are_megatrons_own_layers_with_its_marks(rank: int) -> N
     assert isinstance(layers["lm_head"], ColumnParallelLinear)
     assert stage.transformer.wte.weight is stage.lm_head.weight
     assert stage.transformer.wte.weight.is_embedding_or_output_parameter
+    assert stage.transformer.wte.weight.zero_out_wgrad
+    assert not hasattr(stage.transformer.wpe.weight, "is_embedding_or_output_parameter")
     assert not stage.transformer.ln_f.weight.tensor_model_parallel
     assert stage.state_dict().keys() == models.gpt2().state_dict().keys()
 

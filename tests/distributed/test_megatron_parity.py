@@ -61,6 +61,7 @@ ON_2 = [
     )
 ] + [
     Case("gpt2", tp=2, built_with={"tied": False}, options={"fuse_qkv": True, "checkpoint_ratio": 1.0}),
+    Case("gpt2", tp=2, options={"fuse_activation": True, "efficient_attention": True, "checkpoint_attention": True}),
     Case("gpt2", pp=2, optimizer=ADAM, padded=True),
     Case("llama", tp=2, options={"fuse_qkv": True, "fuse_gate_up": True, "fuse_norm": True}),
     Case("llama", tp=2, built_with={"kv_heads": 1, "tied": True}),

@@ -31,6 +31,7 @@ def on_deepspeed(model: nn.Module, steps: Steps, tp: int, pp: int, options: dict
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_allow_untested_optimizer": True,
     }

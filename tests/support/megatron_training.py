@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -38,8 +36,6 @@ def start(tp: int = 1, pp: int = 1, vp: int | None = None, **options: Any) -> No
         **options,
     )
     model_parallel_cuda_manual_seed(1)
-    # megatron-core would start a process that imports everything anew, for saves in the background.
-    filesystem_async._results_queue = queue.Queue()
 
 
 @dataclass
