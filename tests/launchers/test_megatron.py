@@ -12,7 +12,7 @@ import models
 from launch import launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "megatron_loop.py"
-LAUNCHER = ("-W", "ignore", "-m", "partbook.launchers.megatron", "--nproc-per-node", 2, "--master-port", 0)
+LAUNCHER = ("-W", "ignore", "-m", "partbook.launchers.megatron", "--nproc-per-node", 2, "--standalone")
 
 
 def losses_of_one_process(model: nn.Module) -> list[float]:

@@ -54,12 +54,15 @@ def main():
     model = provider(pre_process=first, post_process=last)
     model.config.finalize_model_grads_func = finalize_model_grads
     chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, sgd_momentum=0.0), [chunk])
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="sgd", lr=0.1, sgd_momentum=0.0, weight_decay=0.0), [chunk]
+    )
     vocabulary = AutoConfig.from_pretrained(args.hf_model).vocab_size
     for step in range(3):
         random = torch.Generator().manual_seed(step)
         batches = [torch.randint(vocabulary, (2, 12), generator=random) for _ in range(4)]
         chunk.zero_grad_buffer()
+        optimizer.zero_grad()
         reports = get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iter(batches), model=[chunk], num_microbatches=4,
             seq_length=12, micro_batch_size=2, forward_only=False,

@@ -1,0 +1,186 @@
+"""What the Megatron dialect refuses, with messages, and the weights that a provider fills a model with."""
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+import megatron_training as megatron
+import models
+from partbook.core import AgreementError, ScheduleError
+from partbook.dialects.megatron import (
+    ConfigError,
+    consolidate,
+    model_provider,
+    transformer_config,
+)
+from ranks import on_ranks
+
+
+def meta(dense: nn.Module) -> Any:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return type(dense)(dense.config)
+
+    return build
+
+
+def chunks_of(dense: nn.Module, family: str, vp: int | None = None, **options: Any) -> list[Any]:
+    return megatron.provide(model_provider(meta(dense), family, weights=dense, **options), vp)
+
+
+def refused(call: Any, kind: type[Exception], *words: str) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(rank: int) -> None:
+    megatron.start(tp=2)
+    dense = models.llama()
+
+    def provide(**options: Any) -> Any:
+        return lambda: chunks_of(dense, "llama", **options)
+
+    refused(
+        provide(config={"hidden_size": 64}), ConfigError,
+        "hidden_size is 64 in Megatron's arguments, and 32 in the model: --hidden-size 32",
+    )  # fmt: skip
+    refused(provide(config={"num_layers": 3}), ConfigError, "num_layers is 3", "and 2 in the model: --num-layers 2")
+    refused(provide(config={"num_query_groups": 4}), ConfigError, "num_query_groups is 4", "2 in the model")
+    refused(provide(config={"hidden": 1}), ConfigError, "TransformerConfig has no field 'hidden'")
+    refused(
+        provide(config={"recompute_granularity": "selective"}), ConfigError, "recompute_granularity", "checkpoint_ratio"
+    )
+    odd = models.llama(num_attention_heads=1, kv_heads=1)
+    refused(lambda: chunks_of(odd, "llama"), ConfigError, "1 attention heads, which do not divide by tp=2")
+    config = transformer_config(dense.config)
+    refused(
+        provide(schedule_args={"sequence_parallel": True}, config=config), ConfigError,
+        "the schedule splits the sequence, and Megatron's arguments do not", "--sequence-parallel",
+    )  # fmt: skip
+    other = dataclasses.replace(config, tensor_model_parallel_size=1)
+    refused(provide(config=other), ConfigError, "tensor_model_parallel_size is 1, and the process groups are of 2")
+    provider = model_provider(meta(dense), "llama", weights=dense)
+    refused(lambda: provider(vp_stage=1), ConfigError, "vp_stage=1 was asked for", "in turn, from 0")
+
+
+@on_ranks(1)
+def test_sequence_parallelism_needs_tp(rank: int) -> None:
+    megatron.start()
+    dense = models.llama()
+    words = "sequence parallelism splits the sequence over the tp ranks, and tp is 1"
+    refused(lambda: chunks_of(dense, "llama", config={"sequence_parallel": True}), ConfigError, words)
+    refused(lambda: chunks_of(dense, "llama", schedule_args={"sequence_parallel": True}), ConfigError, words)
+
+
+@on_ranks(2)
+def test_stages_that_do_not_fit_are_refused(rank: int) -> None:
+    megatron.start(pp=2, vp=2)
+    dense = models.llama(layers=3)
+    refused(
+        lambda: chunks_of(dense, "llama", 2), ConfigError, "3 layers do not divide into pp=2 x vp=2 = 4 stages",
+        "vp could be one of",
+    )  # fmt: skip
+    cuts = "model.layers.0,model.layers.1"
+    refused(lambda: chunks_of(dense, "llama", 2, cuts=cuts), ScheduleError, "2 cuts make 3 stages")
+    mixed = dataclasses.replace(transformer_config(dense.config), batch_p2p_comm=True, overlap_p2p_comm=False)
+    refused(lambda: chunks_of(dense, "llama", 2, config=mixed), ConfigError, "batch_p2p_comm", "pp=2")
+    provider = model_provider(meta(models.llama(layers=4)), "llama", weights=0)
+    refused(
+        lambda: provider(pre_process=rank == 1, post_process=False, vp_stage=0), ConfigError,
+        "pre_process=", "parallel_state.is_pipeline_first_stage",
+    )  # fmt: skip
+
+
+@on_ranks(3)
+def test_ties_that_megatron_does_not_sum_are_refused(rank: int) -> None:
+    megatron.start(pp=3)
+    dense = models.t5()
+    refused(
+        lambda: chunks_of(dense, "t5", cuts="encoder,decoder.block.0"), ScheduleError,
+        "'shared.weight' is held by the pipeline ranks [0, 1, 2]", "first and the last only",
+    )  # fmt: skip
+
+
+@on_ranks(2)
+def test_calls_that_would_be_silently_wrong_are_refused(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.gpt2()
+    [stage] = chunks_of(dense, "gpt2")
+    stage.eval()
+    batch = models.batch(size=2, length=12, padded=True)
+    refused(
+        lambda: stage(batch["input_ids"], packed_seq_params=object()), ValueError, "packed_seq_params", "GPT2LMHead"
+    )
+    refused(lambda: stage(batch["input_ids"], colour=torch.ones(1)), ValueError, "'colour'")
+    positions = torch.arange(12).repeat(2, 1)
+    mask = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        if rank == 0:
+            # As Megatron's loaders make them.
+            plain = stage(batch["input_ids"], positions, mask)
+            torch.testing.assert_close(plain, stage(batch["input_ids"]))
+            restarted = torch.cat([torch.arange(6), torch.arange(6)]).repeat(2, 1)
+            refused(lambda: stage(batch["input_ids"], restarted), RuntimeError, "start again inside a sequence")
+            documents = mask.clone()
+            documents[..., 6:, :6] = True
+            refused(lambda: stage(batch["input_ids"], None, documents), RuntimeError, "not just causal")
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_stage_without_the_mask_that_the_first_one_has_is_refused(rank: int) -> None:
+    megatron.start(pp=2)
+    dense = models.gpt2()
+    [stage] = chunks_of(dense, "gpt2")
+    batch = models.batch(size=2, length=12, padded=True)
+    if rank == 0:
+        stage(batch["input_ids"], None, batch["attention_mask"])
+    dist.barrier()
+    if rank == 1:
+        stage.set_input_tensor([torch.zeros(12, 2, 32)])
+        refused(
+            lambda: stage(None, None, None), AgreementError, "the first stage was called with attention_mask",
+            "stage 1 without", "each stage the whole batch",
+        )  # fmt: skip
+
+
+def test_without_megatron_core_the_error_says_how_to_install_it() -> None:
+    code = "import sys; sys.modules['megatron.core'] = None; import partbook.dialects.megatron"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1
+    assert "pip install 'megatron-core>=" in found.stderr
+
+
+@on_ranks(1)
+def test_a_models_own_weights_are_used_and_a_seed_is_the_same_everywhere(rank: int) -> None:
+    megatron.start()
+    dense = models.gpt2()
+    provider = model_provider(lambda: copy.deepcopy(dense), "gpt2")
+    state = consolidate(megatron.provide(provider))
+    for name, value in dense.state_dict().items():
+        assert torch.equal(state[name], value), name
+
+
+@on_ranks(4)
+def test_fresh_weights_do_not_depend_on_the_mesh(rank: int) -> None:
+    megatron.start(tp=2, pp=2)
+    torch.manual_seed(rank)
+    dense = models.gpt2()
+    found = consolidate(megatron.provide(model_provider(meta(dense), "gpt2", weights=5)))
+    unseeded = consolidate(megatron.provide(model_provider(meta(dense), "gpt2")))
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, float(sum(value.double().sum() for value in unseeded.values())))
+    assert len(set(everyone)) == 1
+    parallel_state.destroy_model_parallel()
+    assert found.keys() == dense.state_dict().keys()
