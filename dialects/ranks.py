@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from partbook.core import Mesh, ScheduledModel, rng
+from partbook.core import AgreementError, Mesh, ScheduledModel, rng
 from partbook.core.mesh import Axis
 
 # The axes of each group that a mesh has.
@@ -103,8 +104,35 @@ def agree_on_weights(model: nn.Module, mesh: Mesh) -> None:
 def spread(scheduled: ScheduledModel) -> None:
     """Make weights and buffers of all dp ranks those of the first, as DistributedDataParallel does."""
     if scheduled.mesh.dp > 1:
+        device = communication_device(scheduled.mesh)
         for tensor in (*scheduled.model.parameters(), *scheduled.model.buffers()):
-            dist.broadcast(tensor.detach(), group=scheduled.mesh.dp_group, group_src=0)
+            moved = tensor.detach().to(device)
+            dist.broadcast(moved, group=scheduled.mesh.dp_group, group_src=0)
+            tensor.detach().copy_(moved)
+
+
+def refuse_different(weights: Any) -> None:
+    """Raise AgreementError where the ranks of the world were given different weights: a dense model, or a seed.
+
+    Scripts may seed ranks differently, and a shard or a tied copy of another model fits without an error.
+    """
+    if isinstance(weights, nn.Module):
+        weights = dict(weights.state_dict())
+    if isinstance(weights, Mapping):
+        mine: Any = {name: int(_bits(tensor).sum(dtype=torch.int64)) for name, tensor in weights.items()}
+    elif isinstance(weights, int):
+        mine = {"the seed": weights}
+    else:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, other in enumerate(everyone):
+        different = [name for name in {**everyone[0], **other} if everyone[0].get(name) != other.get(name)]
+        if different:
+            raise AgreementError(
+                f"the ranks were given different weights: {different[0]!r} of rank {rank} is not that of rank 0\n"
+                "  hint: seed all ranks alike before the model is made, or pass a Hugging Face folder or one seed"
+            )
 
 
 def communication_device(mesh: Mesh) -> torch.device:

@@ -65,25 +65,37 @@ def _check_causal(model: nn.Module, mask: Tensor) -> None:
 class StageNames:
     """That all stages are called with the same arguments: what one lacks, it would silently do without.
 
-    The first stage leaves the names of its first call where the others, which it sends to, find them.
+    The first stage leaves the names of its first call where the others, which it sends to, find them. What a stage is
+    called with later it must have been called with first, training and evaluating each by itself.
     """
 
     def __init__(self, store: Any, key: str) -> None:
         self._store, self._key = store, key
-        self._checked: set[bool] = set()
+        self._known: dict[bool, set[str]] = {}
 
     def check(self, names: set[str], training: bool, stage: int) -> None:
-        if training in self._checked:
+        # Where it is missing, it is told by what was received.
+        names = names - {"input_ids"}
+        if training in self._known:
+            self._refuse(self._known[training], names, f"stage {stage} was called", f"stage {stage} is now called")
             return
-        self._checked.add(training)
         key = f"{self._key}/{training}"
         if stage == 0:
-            self._store.set(key, ",".join(sorted(names)))
-            return
-        first = set(self._store.get(key).decode().split(","))
-        missing = sorted(first - names - {"input_ids"})
-        if missing:
+            self._store.set(key, ",".join(sorted(names)) or "-")
+        else:
+            first = set(self._store.get(key).decode().split(",")) - {"-"}
+            self._refuse(first, names, "the first stage was called", f"stage {stage} is called")
+        self._known[training] = names
+
+    @staticmethod
+    def _refuse(before: set[str], names: set[str], what: str, now: str) -> None:
+        if before != names:
             raise AgreementError(
-                f"the first stage was called with {', '.join(missing)}, and stage {stage} without\n"
-                "  hint: have the loader give each stage the whole batch"
+                f"{what} with {_listed(before)}, and {now} with {_listed(names)}\n"
+                "  hint: have the loader give each stage the whole batch, and every batch the same entries (a mask of "
+                "ones where nothing is padded)"
             )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "ids alone"

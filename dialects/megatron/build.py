@@ -15,10 +15,11 @@ from torch import nn
 from partbook.core import Mesh, Schedule, ScheduledModel, build, create_schedule, find_schedule, materialize, rehearse
 from partbook.core.loss import loss_follows
 from partbook.core.pipeline import release, subtree
+from partbook.core.state import skeleton_of
 from partbook.core.tracing.examples import default_inputs, tensors_of
 
 from ..cuts import cut, cut_like, parse_cuts
-from ..ranks import agree_on_weights, spread
+from ..ranks import agree_on_weights, refuse_different, spread
 from .batch import StageNames
 from .config import ConfigError, check, find_config, layers_of, with_sequence
 from .groups import mesh_of
@@ -39,6 +40,9 @@ def build_chunks(
 ) -> list[StageModel]:  # fmt: skip
     """The stage models of this rank, in the order of their virtual stages. Collective."""
     mesh = mesh_of(groups)
+    if schedule is None:
+        raise ConfigError("no schedule: a name, FILE.py:FUNCTION or a function (--schedule)")
+    refuse_different(weights)
     model = build_model()
     model_config = getattr(model, "config", None)
     if model_config is None:
@@ -49,16 +53,19 @@ def build_chunks(
     options = with_sequence(options, config)
     count = _count_stages(config, model_config, cuts, mesh)
     device = _device(config)
-    _convert(model, config.params_dtype)
+    # What is refused is refused of a copy without weights.
+    skeleton = skeleton_of(model)
+    _convert(skeleton, config.params_dtype)
 
     def cut_it(sch: Schedule) -> None:
         _prepare(sch)
         cut(sch, cuts, device, count)
 
     with loss_follows():
-        trial = rehearse(create_schedule(model, mesh.at(mesh.rank)), schedule, options, cut_it)
+        trial = rehearse(create_schedule(skeleton, mesh.at(mesh.rank)), schedule, options, cut_it)
     if mesh.pp > 1 and len(trial.state.cuts) + 1 != count:
         raise ConfigError(f"the cuts make {len(trial.state.cuts) + 1} stages, and Megatron runs {count}")
+    _convert(model, config.params_dtype)
     scheduled = _schedule(model, mesh, schedule, options, trial)
     check_ties(scheduled)
     wires = _wires(scheduled, config, trial.state.example_inputs)
@@ -66,6 +73,10 @@ def build_chunks(
     use_runtime(scheduled.model)
     _fill(scheduled, weights, device)
     mark(scheduled, config)
+    if wires:
+        # What Megatron's schedules must know of the boundaries.
+        config.pipeline_dtype = wires[0].dtype
+        config.variable_seq_lengths |= not all(wire.is_hidden for wire in wires)
     return _stage_models(scheduled, config, groups, wires)
 
 
@@ -125,7 +136,7 @@ def _schedule(model: nn.Module, mesh: Mesh, schedule: Any, options: Any, trial: 
 
 
 def _wires(scheduled: ScheduledModel, config: TransformerConfig, looks: Mapping[str, Any] | None) -> list[Wire]:
-    """The boundaries between stages; ``config`` learns what Megatron must know of them."""
+    """The boundaries between stages, all of one dtype."""
     pipeline, mesh = scheduled.pipeline, scheduled.mesh
     if pipeline is None or looks is None:
         return []
@@ -134,13 +145,12 @@ def _wires(scheduled: ScheduledModel, config: TransformerConfig, looks: Mapping[
     known = tensors_of(looks, pipeline.skeleton)
     batch, length = known["input_ids"].shape
     length //= mesh.tp if config.sequence_parallel else 1
-    wires = wires_of(wiring.at(wiring.values(pipeline.skeleton, known)), (batch, length, config.hidden_size))
+    wires = wires_of(
+        wiring.at(wiring.values(pipeline.skeleton, known)), (batch, length, config.hidden_size), config.params_dtype
+    )
     dtype = wires[0].dtype
     for wire in wires:
         dtype = torch.promote_types(dtype, wire.dtype)
-    config.pipeline_dtype = dtype
-    if not all(wire.is_hidden for wire in wires):
-        config.variable_seq_lengths = True
     return [dataclasses.replace(wire, dtype=dtype) for wire in wires]
 
 

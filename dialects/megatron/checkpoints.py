@@ -33,7 +33,7 @@ _RESHARDABLE = {
 
 
 class CheckpointError(PartbookError):
-    """A checkpoint that is not there or does not fit. Model and optimizer are as they were."""
+    """A checkpoint that is not there or does not fit. The model is as it was, unless its files are damaged."""
 
 
 def save_checkpoint(
@@ -65,7 +65,9 @@ def save_checkpoint(
 def load_checkpoint(folder: str | Path, model: Chunks, optimizer: Any = None, iteration: int | None = None) -> Any:
     """Load chunks and optimizer from the latest checkpoint in ``folder``, or that of ``iteration``: (iteration, extra).
 
-    The mesh may be another one than that of the save. Collective. Raises CheckpointError where there is none.
+    The mesh may be another one than that of the save. An optimizer of 16-bit training that is not loaded needs its
+    ``reload_model_params()`` afterwards: it steps weights of its own. Collective. Raises
+    CheckpointError where there is none.
     """
     source = _find(Path(folder), iteration)
     with _states_of_torch_adam(), torch.no_grad():

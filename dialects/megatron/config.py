@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 from collections.abc import Mapping
@@ -28,6 +27,12 @@ _NAMES = {
 }
 # Those of which the model and Megatron's arguments must say the same.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
+# What the model and its schedule say, or what has no rule here; ignored it would look active.
+_OF_MEGATRONS_LAYERS = (
+    "mtp_num_layers", "num_moe_experts", "multi_latent_attention", "fp8", "fp4", "enable_autocast", "window_size",
+    "defer_embedding_wgrad_compute", "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+)  # fmt: skip
 
 
 class ConfigError(PartbookError, ValueError):
@@ -86,17 +91,18 @@ def _is_encoder_decoder(model_config: Any) -> bool:
 def find_config(
     model_config: Any, given: TransformerConfig | Mapping[str, Any] | None, sequence_parallel: bool | None
 ) -> TransformerConfig:
-    """A TransformerConfig to change: a copy of the one that is given, Megatron-LM's of its arguments, or a derived one.
+    """The TransformerConfig that is given, or Megatron-LM's of its arguments, or a derived one.
 
     ``sequence_parallel``: what the schedule's option says; None where it has none.
     """
     if isinstance(given, TransformerConfig):
-        return copy.copy(given)
-    training = sys.modules.get("megatron.training")
-    if given is None and training is not None:
+        return given
+    variables = sys.modules.get("megatron.training.global_vars")
+    if variables is not None and variables._GLOBAL_ARGS is not None:
         from megatron.training.arguments import core_transformer_config_from_args
 
-        return core_transformer_config_from_args(training.get_args())
+        config = core_transformer_config_from_args(variables.get_args())
+        return dataclasses.replace(config, **given) if given else config
     return transformer_config(model_config, **{"sequence_parallel": bool(sequence_parallel), **(given or {})})
 
 
@@ -129,7 +135,8 @@ def _contradictions(config: TransformerConfig, model_config: Any) -> list[str]:
         wanted = _wanted(field, model_config)
         given = getattr(config, field)
         if wanted and given not in wanted:
-            flag = "--" + field.replace("_", "-")
+            flag = "--group-query-attention " if field == "num_query_groups" else ""
+            flag += "--" + field.replace("_", "-")
             found.append(
                 f"{field} is {given} in Megatron's arguments, and {wanted[0]} in the model: {flag} {wanted[0]}"
             )
@@ -155,19 +162,14 @@ def _unsupported(config: TransformerConfig, mesh: Mesh) -> list[str]:
     virtual = config.virtual_pipeline_model_parallel_size or 1
     if config.sequence_parallel and mesh.tp == 1:
         found.append(_SEQUENCE_WITHOUT_TP)
-    if config.context_parallel_size > 1:
-        found.append(f"context_parallel_size={config.context_parallel_size}: the model's attention needs all keys: 1")
-    if config.expert_model_parallel_size > 1:
-        found.append(f"expert_model_parallel_size={config.expert_model_parallel_size}: there is no rule for experts: 1")
+    for field in _OF_MEGATRONS_LAYERS:
+        if getattr(config, field, None):
+            found.append(f"{field}={getattr(config, field)!r} is for Megatron's own layers: leave it out")
     if config.recompute_granularity is not None:
         found.append(
             f"recompute_granularity={config.recompute_granularity!r}: what is recomputed is the schedule's: leave it "
             "out, and give the schedule checkpoint_ratio=1.0"
         )
-    if config.defer_embedding_wgrad_compute:
-        found.append("defer_embedding_wgrad_compute: Megatron's own head does that: leave it out")
-    if config.fp8 is not None:
-        found.append(f"fp8={config.fp8!r}: Transformer Engine's layers do that: leave it out")
     if virtual > 1 and mesh.pp == 2 and config.batch_p2p_comm:
         found.append(
             "batch_p2p_comm with interleaved stages on pp=2 mixes up the two directions: batch_p2p_comm=False, "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 # Factories that megatron-core calls with device="cuda", torch.cuda.current_device() or pin_memory=True.
 _FACTORIES = (
@@ -128,6 +129,9 @@ def _random(put: Put) -> None:
 
 
 def _tensors(put: Put) -> None:
+    # torch lists the factories that ``with torch.device(...)`` applies to once, when it is first asked: it must list
+    # its own, not the stand-ins, which call them.
+    _device_constructors()
     for name in _FACTORIES:
         put(torch, name, _for_cpu(getattr(torch, name)))
     for name in _METHODS:

@@ -24,6 +24,10 @@ def find_groups(given: Any = None) -> Any:
 
 def mesh_of(groups: Any) -> Mesh:
     """The mesh of Megatron's groups. Raises ConfigError for an order of ranks that is not tp, dp, pp."""
+    for axis, name in (("cp", "context"), ("ep", "expert")):
+        group = getattr(groups, axis, None)
+        if group is not None and group.size() > 1:
+            raise ConfigError(f"{name} parallelism over {group.size()} ranks: there is no rule for it: 1")
     mesh = Mesh(
         dp=groups.dp.size(),
         pp=groups.pp.size(),

@@ -29,6 +29,9 @@ class Column(ColumnParallelLinear):
         bias = self.bias if with_bias else None
         if is_tracing():
             return functional.linear(x, self.weight, bias)
+        if bias is not None and not self.weight.requires_grad:
+            # Megatron's product with a frozen weight has no gradient for the bias either.
+            return self.product(x, with_bias=False) + bias
         self.skip_bias_add = not with_bias
         return ColumnParallelLinear.forward(self, x)[0]
 

@@ -41,7 +41,7 @@ class TokenLoss:
         if self.layout is None and self.mesh.tp > 1:
             wide = logits.flatten(0, -2).float()
             return functional.cross_entropy(wide, targets.flatten(), reduction="none").view_as(targets)
-        logits = self._without_padding(logits)
+        logits = self.without_padding(logits)
         if self.config.cross_entropy_loss_fusion:
             return fused_vocab_parallel_cross_entropy(logits, targets, self.mesh.tp_group)
         return tensor_parallel.vocab_parallel_cross_entropy(logits, targets)
@@ -49,7 +49,7 @@ class TokenLoss:
     def _vocabulary(self, logits: Tensor) -> int:
         return logits.shape[-1] if self.layout is None else self.layout.shape[0]
 
-    def _without_padding(self, logits: Tensor) -> Tensor:
+    def without_padding(self, logits: Tensor) -> Tensor:
         """Padded columns, which would win a part of the softmax, at the lowest number."""
         if self.layout is None:
             return logits

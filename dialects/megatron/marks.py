@@ -79,36 +79,20 @@ def _set(parameter: Tensor, name: str, value: Any) -> None:
 
 def check_ties(scheduled: ScheduledModel) -> None:
     """Raise ScheduleError for ties between stages that Megatron does not sum the gradients of."""
-    mesh = scheduled.mesh
-    ends = [0, mesh.pp - 1]
+    ends = [0, len(scheduled.stages) - 1]
+    names = dict.fromkeys(name for stage in scheduled.stages for name in stage.parameters)
+    held = {name: [stage.index for stage in scheduled.stages if name in stage.parameters] for name in names}
+    shared = {name: stages for name, stages in held.items() if len(stages) > 1}
     problems = [
         Problem(
-            f"{tie.name!r} is held by the pipeline ranks {tie.ranks}, and Megatron sums gradients over the first and "
-            "the last only",
-            "move the cuts so that these two hold it",
+            f"{name!r} is held by the stages {stages}, and Megatron sums gradients over the first and the last only",
+            "move the cuts so that these two hold it, or one stage does",
         )
-        for tie in scheduled.ties_across
-        if tie.ranks != ends
+        for name, stages in shared.items()
+        if stages != ends
     ]
-    if len(scheduled.ties_across) > 1:
-        names = ", ".join(repr(tie.name) for tie in scheduled.ties_across)
-        problems.append(Problem(f"several parameters are held by two stages: {names}, and Megatron sums one of them"))
-    problems += [
-        Problem(
-            f"{name!r} is held by the stages {stages}, which are chunks of one rank: each would sum and step it",
-            "move the cuts so that one stage holds it",
-        )
-        for name, stages in _held_twice(scheduled)
-    ]
+    if len(shared) > 1:
+        listed = ", ".join(map(repr, shared))
+        problems.append(Problem(f"several parameters are held by two stages: {listed}, and Megatron sums one of them"))
     if problems:
         raise ScheduleError("model_provider", problems, user_line())
-
-
-def _held_twice(scheduled: ScheduledModel) -> list[tuple[str, list[int]]]:
-    pp = scheduled.mesh.pp
-    found = []
-    for name in dict.fromkeys(name for stage in scheduled.stages for name in stage.parameters):
-        stages = [stage.index for stage in scheduled.stages if name in stage.parameters]
-        if len({index % pp for index in stages}) < len(stages):
-            found.append((name, stages))
-    return found

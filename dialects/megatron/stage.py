@@ -91,7 +91,7 @@ class StageModel(MegatronModule):
             return output
         logits = _logits_of(output)
         if labels is None:
-            return self._loss.whole(logits) if runtime_gather_output else logits
+            return self._loss.whole(logits) if runtime_gather_output else self._loss.without_padding(logits)
         return self._loss(logits, labels)
 
     # ------------------------------------------------------------------ the model's own computation
@@ -115,12 +115,12 @@ class StageModel(MegatronModule):
             known = self._values(wiring, looks, {})
             instance, values = wiring.at(known), self._values(wiring, looks, batch)
             self._refuse_missing(wiring, values)
-            tensors = self._unpack(received, instance)
+            tensors = self._unpack(received, wiring, instance)
             device = next((t.device for t in (*self.parameters(), *self.buffers())), torch.device("cpu"))
             result = instance.run(self.index, self.inner, tensors, values, device)
         if self.post_process:
             return result
-        return self._wires[self.index].pack(result, known_batch(known))
+        return self._wires[self.index].pack(wiring.parts[self.index].sent, result, known_batch(known))
 
     def _values(self, wiring: Wiring, looks: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The model's inputs by their names in the wiring; those that the stage was not given are meta tensors."""
@@ -147,12 +147,12 @@ class StageModel(MegatronModule):
                     "  hint: have the loader give each stage the whole batch"
                 )
 
-    def _unpack(self, received: Tensor | None, instance: Instance) -> list[Tensor]:
+    def _unpack(self, received: Tensor | None, wiring: Wiring, instance: Instance) -> list[Tensor]:
         if self.pre_process:
             return []
         if received is None:
             raise RuntimeError(f"stage {self.index} received nothing: set_input_tensor comes before the call")
-        return self._wires[self.index - 1].unpack(received, instance)
+        return self._wires[self.index - 1].unpack(wiring.parts[self.index - 1].sent, received, instance)
 
     @property
     def _model_name(self) -> str:

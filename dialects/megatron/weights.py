@@ -68,7 +68,7 @@ def _gather_parameters(model: Chunks) -> None:
 
 def _main_gradients(chunk: Any) -> Iterator[tuple[int, Tensor]]:
     """(id of a parameter, its whole gradient) of a DistributedDataParallel chunk, or of a bare one."""
-    if not hasattr(chunk, "buffers") or isinstance(chunk, StageModel) or not hasattr(chunk, "ddp_config"):
+    if not hasattr(chunk, "ddp_config"):
         yield from ((id(p), p.grad) for p in chunk.parameters() if p.grad is not None)
         return
     if not chunk.ddp_config.use_distributed_optimizer:

@@ -169,6 +169,66 @@ def test_bfloat16_trains_as_the_model_in_bfloat16(rank: int) -> None:
     torch.testing.assert_close(loss, wanted.detach(), rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("cuts", ["decoder.block.0", "encoder.block.0"])
+@on_ranks(2)
+def test_packed_boundaries_follow_the_batch(rank: int, cuts: str) -> None:
+    """An evaluation, and batches without a mask, have wirings of their own."""
+    megatron.start(pp=2)
+    dense = models.t5().train()
+    training = megatron.train("t5", dense, cuts=cuts)
+    for padded in (True, False):
+        batches = [part for [part] in megatron.batches_of(0, padded=padded)]
+        for is_training in (True, False):
+            [training] = [training] if padded else [megatron.train("t5", dense, cuts=cuts)]
+            for module in (dense, *training.chunks):
+                module.train(is_training)
+            with torch.set_grad_enabled(is_training):
+                found = training.run(batches, forward_only=not is_training)
+                wanted = torch.stack([dense(**batch).loss for batch in batches]).mean()
+            torch.testing.assert_close(found, wanted.detach())
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("frozen", ["all but biases", "the lower half"])
+@on_ranks(2)
+def test_frozen_parameters_leave_the_gradients_of_the_others(rank: int, tp: int, pp: int, frozen: str) -> None:
+    megatron.start(tp, pp)
+    dense = models.gpt2(tied=False)
+    for name, parameter in dense.named_parameters():
+        is_low = name.startswith(("transformer.wte", "transformer.wpe", "transformer.h.0."))
+        parameter.requires_grad_(not is_low if frozen == "the lower half" else name.endswith("bias"))
+
+    def build() -> nn.Module:
+        return copy.deepcopy(dense)
+
+    provider = model_provider(build, "gpt2", cuts="transformer.h.0" if pp > 1 else None)
+    training = megatron.wrap(megatron.provide(provider))
+    batches = [part for [part] in megatron.batches_of(0)]
+    found: dict[str, Tensor] = {}
+    training.run(batches)
+    found.update(gradients(training.chunks))
+    torch.stack([dense(**batch).loss for batch in batches]).mean().backward()
+    wanted = {name: p.grad for name, p in dense.named_parameters() if p.requires_grad}
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-7)
+
+
+@on_ranks(2)
+def test_padded_columns_of_logits_win_nothing(rank: int) -> None:
+    megatron.start(tp=2)
+    dense = models.gpt2(vocab=99).eval()
+    [stage] = chunks_of(dense, "gpt2")
+    stage.eval()
+    ids = models.batch()["input_ids"]
+    with torch.no_grad():
+        logits, wanted = stage(ids), dense(ids).logits
+        whole = stage(ids, runtime_gather_output=True)
+    torch.testing.assert_close(whole, wanted)
+    assert logits.shape[-1] == 50
+    assert bool((logits[..., 49] == torch.finfo(logits.dtype).min).all()) is (rank == 1)
+
+
 @on_ranks(2)
 def test_an_evaluation_has_no_gradients_and_the_models_loss(rank: int) -> None:
     megatron.start(pp=2)

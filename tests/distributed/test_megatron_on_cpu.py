@@ -24,6 +24,9 @@ def test_it_is_undone(rank: int) -> None:
         first = torch.rand(2)
         torch.manual_seed(3)
         assert torch.equal(first, torch.rand(2))
+        with torch.device("meta"):
+            assert torch.empty(2).is_meta
+            assert torch.nn.Linear(2, 2).weight.is_meta
         with torch.cuda.stream(torch.cuda.Stream()):
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         with pytest.raises(RuntimeError, match="active already"), on_cpu():

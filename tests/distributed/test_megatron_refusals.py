@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import nn
 
 import megatron_training as megatron
 import models
+from partbook import core
 from partbook.core import AgreementError, ScheduleError
 from partbook.dialects.megatron import (
     ConfigError,
@@ -108,7 +108,7 @@ def test_ties_that_megatron_does_not_sum_are_refused(rank: int) -> None:
     dense = models.t5()
     refused(
         lambda: chunks_of(dense, "t5", cuts="encoder,decoder.block.0"), ScheduleError,
-        "'shared.weight' is held by the pipeline ranks [0, 1, 2]", "first and the last only",
+        "'shared.weight' is held by the stages [0, 1, 2]", "first and the last only",
     )  # fmt: skip
 
 
@@ -138,21 +138,60 @@ def test_calls_that_would_be_silently_wrong_are_refused(rank: int) -> None:
         dist.barrier()
 
 
+@pytest.mark.parametrize("with_mask", [0, 1])
 @on_ranks(2)
-def test_a_stage_without_the_mask_that_the_first_one_has_is_refused(rank: int) -> None:
+def test_stages_that_are_called_with_different_entries_are_refused(rank: int, with_mask: int) -> None:
     megatron.start(pp=2)
-    dense = models.gpt2()
-    [stage] = chunks_of(dense, "gpt2")
+    [stage] = chunks_of(models.gpt2(), "gpt2")
     batch = models.batch(size=2, length=12, padded=True)
+    call = batch if rank == with_mask else {"input_ids": batch["input_ids"]}
+    call = {name: value for name, value in call.items() if name != "labels"}
     if rank == 0:
-        stage(batch["input_ids"], None, batch["attention_mask"])
+        stage(**call)
     dist.barrier()
     if rank == 1:
         stage.set_input_tensor([torch.zeros(12, 2, 32)])
+        mask, none = ("ids alone", "attention_mask") if with_mask else ("attention_mask", "ids alone")
         refused(
-            lambda: stage(None, None, None), AgreementError, "the first stage was called with attention_mask",
-            "stage 1 without", "each stage the whole batch",
+            lambda: stage(**call), AgreementError, f"the first stage was called with {mask}",
+            f"stage 1 is called with {none}", "each stage the whole batch",
         )  # fmt: skip
+
+
+@on_ranks(2)
+def test_a_mask_that_comes_later_is_refused(rank: int) -> None:
+    megatron.start(pp=2)
+    [stage] = chunks_of(models.gpt2(), "gpt2")
+    batch = models.batch(size=2, length=12, padded=True)
+    if rank == 0:
+        stage(batch["input_ids"])
+        refused(
+            lambda: stage(batch["input_ids"], None, batch["attention_mask"]), AgreementError,
+            "stage 0 was called with ids alone, and stage 0 is now called with attention_mask", "a mask of ones",
+        )  # fmt: skip
+
+
+@on_ranks(2)
+def test_weights_that_differ_between_ranks_are_refused(rank: int) -> None:
+    megatron.start(pp=2)
+    refused(
+        lambda: chunks_of(models.gpt2(seed=rank), "gpt2"), AgreementError, "the ranks were given different weights",
+        "of rank 1 is not that of rank 0", "seed all ranks alike",
+    )  # fmt: skip
+    provider = model_provider(meta(models.gpt2()), "gpt2", weights=rank)
+    refused(lambda: megatron.provide(provider), AgreementError, "'the seed' of rank 1")
+
+
+@on_ranks(1)
+def test_what_only_megatrons_layers_have_is_refused_and_the_model_left(rank: int) -> None:
+    megatron.start()
+    dense = models.llama()
+    provider = model_provider(lambda: dense, "llama", config={"mtp_num_layers": 1, "bf16": True})
+    refused(lambda: megatron.provide(provider), ConfigError, "mtp_num_layers=1 is for Megatron's own layers")
+    provider = model_provider(lambda: dense, "gpt2", config={"bf16": True})
+    refused(lambda: megatron.provide(provider), ScheduleError, "'gpt2' is for GPT2LMHeadModel")
+    assert {p.dtype for p in dense.parameters()} == {torch.float32}
+    refused(lambda: megatron.provide(model_provider(lambda: dense, None)), ConfigError, "no schedule")
 
 
 def test_without_megatron_core_the_error_says_how_to_install_it() -> None:
@@ -163,24 +202,23 @@ def test_without_megatron_core_the_error_says_how_to_install_it() -> None:
 
 
 @on_ranks(1)
-def test_a_models_own_weights_are_used_and_a_seed_is_the_same_everywhere(rank: int) -> None:
+def test_a_models_own_weights_are_used(rank: int) -> None:
     megatron.start()
     dense = models.gpt2()
-    provider = model_provider(lambda: copy.deepcopy(dense), "gpt2")
-    state = consolidate(megatron.provide(provider))
+    state = consolidate(megatron.provide(model_provider(lambda: copy.deepcopy(dense), "gpt2")))
     for name, value in dense.state_dict().items():
         assert torch.equal(state[name], value), name
 
 
 @on_ranks(4)
 def test_fresh_weights_do_not_depend_on_the_mesh(rank: int) -> None:
+    """A seed's are those of one process; without one, rank 0's seed is everybody's."""
     megatron.start(tp=2, pp=2)
-    torch.manual_seed(rank)
-    dense = models.gpt2()
-    found = consolidate(megatron.provide(model_provider(meta(dense), "gpt2", weights=5)))
-    unseeded = consolidate(megatron.provide(model_provider(meta(dense), "gpt2")))
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, float(sum(value.double().sum() for value in unseeded.values())))
-    assert len(set(everyone)) == 1
-    parallel_state.destroy_model_parallel()
-    assert found.keys() == dense.state_dict().keys()
+    build = meta(models.gpt2())
+    for given, seed in ((5, 5), (None, 11)):
+        torch.manual_seed(11 + rank)
+        found = consolidate(megatron.provide(model_provider(build, "gpt2", weights=given)))
+        wanted = core.consolidate(core.materialize(core.build(core.create_schedule(build())), seed))
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
