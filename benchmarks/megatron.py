@@ -34,7 +34,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), metavar="NAME")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--options", nargs="*", default=["fuse_qkv", "fuse_gate_up"], help="what our schedule fuses")
+    parser.add_argument(
+        "--options", nargs="*", default=["fuse_qkv", "fuse_gate_up", "fuse_norm"], help="what our schedule fuses"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="steps of each system (median is reported)")
     for size, default in SIZES.items():
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, default=default)

@@ -62,7 +62,7 @@ def partbook(job: MegatronJob) -> Mapping[str, Trial]:
 
 
 def megatron(job: MegatronJob) -> Mapping[str, Trial]:
-    """GPTModel of the same shape, with the same weights, from megatron-core's layers for plain torch."""
+    """GPTModel of the same shape and weights: megatron-core's layers for plain torch, fused as Megatron-LM has them."""
     _start(job)
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -74,6 +74,7 @@ def megatron(job: MegatronJob) -> Mapping[str, Trial]:
     config = transformer_config(
         shape, bf16=job.dtype == "bf16", gated_linear_unit=True, add_bias_linear=False, normalization="RMSNorm",
         activation_func=nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
+        bias_activation_fusion=True, bias_dropout_fusion=True,
     )  # fmt: skip
     first, last = _place()
     model = GPTModel(

@@ -44,7 +44,7 @@ class Sync:
 
 def recompute(run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """torch's own recomputation, which replays the default random streams."""
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    return checkpoint(rng.replayed(run), *args, use_reentrant=False, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,32 @@ def _is_cache(x: Any) -> bool:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Packages whose hooks only look after parameters, and may as well not be called for a module whose work a graph does.
-RUNTIMES: set[str] = set()
+# Packages whose hooks only look after parameters, and whether they see to those too that are read without the hooks.
+RUNTIMES: dict[str, bool] = {}
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Whether this module has hooks that are missed when a graph does its work."""
+    return has_users_hooks(module) or bool(module._parameters and _fetching(module))
+
+
+def has_users_hooks(module: nn.Module) -> bool:
     """Whether anybody but a runtime has hooks on this module."""
-    return any(module.__dict__[hooks] and any(map(_is_users, module.__dict__[hooks].values())) for hooks in _HOOKS)
+    return any(_package(hook) not in RUNTIMES for hooks in _HOOKS for hook in module.__dict__[hooks].values())
 
 
-def _is_users(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").partition(".")[0] not in RUNTIMES
+def fetch_parameters(module: nn.Module) -> None:
+    """Have runtimes make the module's own parameters ready, as when it is called."""
+    for hook in _fetching(module):
+        hook(module, ())
+
+
+def _fetching(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for hook in module._forward_pre_hooks.values() if not RUNTIMES.get(_package(hook), True)]
+
+
+def _package(hook: Any) -> str:
+    return getattr(hook, "__module__", "").partition(".")[0]
 
 
 def has_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+# The default streams around the forked regions that are entered, the innermost last.
 _shared_streams: list[list[Tensor]] = []
 
 
@@ -77,6 +78,28 @@ def shared() -> Iterator[None]:
     finally:
         _shared_streams.append(get_streams())
         set_streams(own)
+
+
+def replayed(run: Callable[..., Any], around: list[Any] = _shared_streams) -> Callable[..., Any]:
+    """``run`` for a recomputation: from its second run on, it finds the streams ``around`` it as its first run did.
+
+    Recomputing restores the current stream, but happens when the forked regions around it are left.
+    """
+    before, has_run = list(around), False
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_run
+        if not has_run:
+            has_run = True
+            return run(*args, **kwargs)
+        entered = list(around)
+        around[:] = before
+        try:
+            return run(*args, **kwargs)
+        finally:
+            around[:] = entered
+
+    return again
 
 
 class Streams(NamedTuple):

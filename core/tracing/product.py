@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import GuardError
-from ..execution import has_hooks, run
+from ..execution import fetch_parameters, has_users_hooks, run
 from ..patterns import Attribute
 from ..roles import keeps_in_out, multiply_without_bias
 
@@ -26,8 +26,9 @@ class Product:
 
     def __call__(self, parent: nn.Module, x: Tensor) -> Tensor:
         linear = parent.get_submodule(self.path)
-        if has_hooks(linear):
+        if has_users_hooks(linear):
             raise GuardError(f"{self.path!r} has hooks, which are not called since decompose(): put them on its parent")
+        fetch_parameters(linear)
         return run(linear, functools.partial(multiply_without_bias, linear), (x,), {}, with_bias=False)
 
     def twin_arguments(self, parent: nn.Module, args: tuple[Any, ...]) -> tuple[Any, Mapping[str, Any]]:

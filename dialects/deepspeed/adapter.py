@@ -38,7 +38,7 @@ from .resume import resume_at_any_size
 from .weights import refuse_partial_saves
 
 # ZeRO-3's hooks fetch a module's parameters; those that are read elsewhere it fetches when they are read.
-RUNTIMES.add("deepspeed")
+RUNTIMES["deepspeed"] = True
 
 # The untouched one: a launcher may have put another in its place.
 _deepspeed_initialize = deepspeed.initialize

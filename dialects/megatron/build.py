@@ -5,14 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from partbook.core import Mesh, Schedule, ScheduledModel, build, create_schedule, find_schedule, materialize, rehearse
+from partbook.core import (
+    RUNTIMES,
+    Mesh,
+    Schedule,
+    ScheduledModel,
+    build,
+    create_schedule,
+    find_schedule,
+    materialize,
+    rehearse,
+)
 from partbook.core.loss import loss_follows
 from partbook.core.pipeline import release, subtree
 from partbook.core.state import skeleton_of
@@ -30,15 +40,40 @@ from .runtime import use_runtime
 from .stage import StageModel
 from .wire import Wire, wires_of
 
+# With overlap_param_gather, hooks wait for the parameters of the module that is called next.
+RUNTIMES["megatron"] = False
+
 # Tells the models of one world apart; every rank makes the same ones.
 _numbers = itertools.count()
 
 
+class Asked(NamedTuple):
+    """What Megatron asks a provider for; None where it leaves the place to the provider."""
+
+    pre_process: bool | None
+    post_process: bool | None
+    vp_stage: int | None
+
+    def contradicts(self, index: int, is_first: bool, is_last: bool) -> str | None:
+        """How this is not stage ``index``, None where it is."""
+        for name, asked, found in (
+            ("pre_process", self.pre_process, is_first),
+            ("post_process", self.post_process, is_last),
+        ):
+            if asked is not None and asked != found:
+                return (
+                    f"{name}={asked} was asked of stage {index}, whose {name} is {found}: pass what "
+                    "parallel_state.is_pipeline_first_stage and is_pipeline_last_stage say"
+                )
+        return None
+
+
 def build_chunks(
-    build_model: Callable[[], nn.Module], groups: Any, given: TransformerConfig | Mapping[str, Any] | None, *,
-    schedule: Any, schedule_args: Any, cuts: Any, weights: Any,
+    build_model: Callable[[], nn.Module], groups: Any, given: TransformerConfig | Mapping[str, Any] | None,
+    asked: Asked, *, schedule: Any, schedule_args: Any, cuts: Any, weights: Any,
 ) -> list[StageModel]:  # fmt: skip
-    """The stage models of this rank, in the order of their virtual stages. Collective."""
+    """The stage models of this rank, in the order of their virtual stages, the first of which is asked for.
+    Collective."""
     mesh = mesh_of(groups)
     if schedule is None:
         raise ConfigError("no schedule: a name, FILE.py:FUNCTION or a function (--schedule)")
@@ -52,6 +87,7 @@ def build_chunks(
     check(config, model_config, mesh)
     options = with_sequence(options, config)
     count = _count_stages(config, model_config, cuts, mesh)
+    _check_place(asked, count, mesh)
     device = _device(config)
     # What is refused is refused of a copy without weights.
     skeleton = skeleton_of(model)
@@ -92,6 +128,18 @@ def _count_stages(config: TransformerConfig, model_config: Any, cuts: Any, mesh:
             f"{works}, or give the cuts yourself"
         )
     return count
+
+
+def _check_place(asked: Asked, count: int, mesh: Mesh) -> None:
+    """Raise ConfigError on every rank where one of them is asked for a stage that it does not have."""
+    problem = asked.contradicts(mesh.pp_rank, mesh.pp_rank == 0, mesh.pp_rank == count - 1)
+    if count > mesh.pp and asked.vp_stage is None:
+        problem = f"Megatron runs {count // mesh.pp} virtual stages a rank: ask for each by vp_stage, from 0"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, problem)
+    for rank, found in enumerate(everyone):
+        if found is not None:
+            raise ConfigError(found if rank == mesh.rank else f"rank {rank}: {found}")
 
 
 def _device(config: TransformerConfig) -> torch.device:

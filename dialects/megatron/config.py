@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +23,10 @@ _NAMES = {
     "ffn_hidden_size": ("intermediate_size", "d_ff", "n_inner"),
     "layernorm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
     "init_method_std": ("initializer_range",),
-    "attention_dropout": ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
+    "attention_dropout": ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate"),
     "hidden_dropout": ("resid_pdrop", "hidden_dropout_prob", "dropout_rate"),
 }
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
 # Those of which the model and Megatron's arguments must say the same.
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups")
 # What the model and its schedule say, or what has no rule here; ignored it would look active.
@@ -63,11 +65,13 @@ def transformer_config(model_config: Any, **fields: Any) -> TransformerConfig:
         "batch_p2p_comm": virtual is None,
         "overlap_p2p_comm": virtual is not None,
         "deallocate_pipeline_outputs": True,
+        # Megatron's default is 0.1, also for a model that has none.
+        **dict.fromkeys(_DROPOUTS, 0.0),
     }
     for field, names in _NAMES.items():
-        found = next((getattr(model_config, name) for name in names if getattr(model_config, name, None)), None)
-        if found is not None:
-            derived[field] = found
+        found = _named(model_config, names)
+        if found:
+            derived[field] = found[0]
     heads, tp = derived.get("num_attention_heads"), derived["tensor_model_parallel_size"]
     if heads and heads % tp:
         raise ConfigError(f"the model has {heads} attention heads, which do not divide by tp={tp}: tp must divide them")
@@ -127,6 +131,20 @@ def check(config: TransformerConfig, model_config: Any, mesh: Mesh) -> None:
     problems = [*_contradictions(config, model_config), *_unsupported(config, mesh)]
     if problems:
         raise ConfigError("this configuration of Megatron does not fit:\n  " + "\n  ".join(problems))
+    if mesh.rank == 0:
+        _warn_of_dropouts(config, model_config)
+
+
+def _warn_of_dropouts(config: TransformerConfig, model_config: Any) -> None:
+    """A warning, not an error: Megatron's defaults are not zero, and nobody may have meant them."""
+    for field in _DROPOUTS:
+        found, given = (_named(model_config, _NAMES[field]) or [0.0])[0], getattr(config, field)
+        if found != given:
+            warnings.warn(
+                f"{field} is {given} in Megatron's arguments, and {found} in the model, which is what runs: build the "
+                f"model with another one, or pass --{field.replace('_', '-')} {found}",
+                stacklevel=2,
+            )
 
 
 def _contradictions(config: TransformerConfig, model_config: Any) -> list[str]:
@@ -148,7 +166,12 @@ def _wanted(field: str, model_config: Any) -> list[Any]:
     if field == "num_layers":
         # Of an encoder and a decoder, Megatron counts both or one.
         return [layers_of(model_config), model_config.num_hidden_layers]
-    values = [getattr(model_config, name, None) for name in _NAMES[field]]
+    return _named(model_config, _NAMES[field])
+
+
+def _named(model_config: Any, names: tuple[str, ...]) -> list[Any]:
+    """What a model's config says under these names."""
+    values = [getattr(model_config, name, None) for name in names]
     return [value for value in values if value is not None]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from .build import build_chunks
+from .build import Asked, build_chunks
 from .config import ConfigError
 from .groups import find_groups
 from .stage import StageModel
@@ -35,6 +35,8 @@ class ModelProvider:
         self._options = {"schedule": schedule, "schedule_args": schedule_args, "cuts": cuts, "weights": weights}
         self._config = config
         self._waiting: dict[int, StageModel] = {}
+        # Megatron-Bridge sets it before it calls provide.
+        self._pg_collection: Any = None
 
     def __call__(
         self,
@@ -51,19 +53,21 @@ class ModelProvider:
         ``parallel_state``. Further keywords of other versions are taken and not needed. Collective: every rank calls
         it. Raises ConfigError, ScheduleError or WeightsError before anything is filled.
         """
-        number = vp_stage or 0
+        number, asked = vp_stage or 0, Asked(pre_process, post_process, vp_stage)
         if number == 0:
             given = self._config if config is None else config
-            chunks = build_chunks(self._build, find_groups(pg_collection), given, **self._options)
-            self._waiting = dict(enumerate(chunks))
+            groups = find_groups(self._pg_collection if pg_collection is None else pg_collection)
+            self._waiting = dict(enumerate(build_chunks(self._build, groups, given, asked, **self._options)))
         if number not in self._waiting:
             raise ConfigError(
                 f"vp_stage={number} was asked for, and there are the virtual stages {sorted(self._waiting)}: Megatron "
                 "asks for them in turn, from 0"
             )
-        stage = self._waiting.pop(number)
-        _check_place(stage, pre_process, post_process)
-        return stage
+        stage = self._waiting[number]
+        problem = asked.contradicts(stage.index, stage.pre_process, stage.post_process)
+        if problem:
+            raise ConfigError(problem)
+        return self._waiting.pop(number)
 
     def provide(
         self, pre_process: bool | None = None, post_process: bool | None = None, vp_stage: int | None = None
@@ -73,17 +77,6 @@ class ModelProvider:
 
     def finalize(self) -> None:
         """Nothing: everything is checked when the model is provided."""
-
-
-def _check_place(stage: StageModel, pre_process: bool | None, post_process: bool | None) -> None:
-    if stage.scheduled.mesh.pp == 1:
-        return
-    for name, asked in (("pre_process", pre_process), ("post_process", post_process)):
-        if asked is not None and asked != getattr(stage, name):
-            raise ConfigError(
-                f"{name}={asked} was asked of stage {stage.index}, whose {name} is {getattr(stage, name)}: pass what "
-                "parallel_state.is_pipeline_first_stage and is_pipeline_last_stage say"
-            )
 
 
 def model_provider(

@@ -84,6 +84,7 @@ def recompute(run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             return run(*args, **kwargs)
         tensors[first] = tensors[first].detach().requires_grad_()
     others: list[Any] = []
+    replayed = rng.replayed(run, _defaults)
 
     def on_tensors(*given: Tensor) -> tuple[Tensor, ...]:
         for place, tensor in zip(places, given, strict=True):
@@ -91,7 +92,7 @@ def recompute(run: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         inner_args, inner_kwargs = pytree.tree_unflatten(leaves, spec)
         for place in places:
             leaves[place] = None
-        found, found_spec = pytree.tree_flatten(run(*inner_args, **inner_kwargs))
+        found, found_spec = pytree.tree_flatten(replayed(*inner_args, **inner_kwargs))
         others[:] = [found_spec, [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found]]
         return tuple(leaf for leaf in found if isinstance(leaf, Tensor))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import models
 import partbook.dialects.deepspeed as on_deepspeed
-from partbook.core import ScheduledModel, consolidate, gradients
+from partbook.core import Schedule, ScheduledModel, consolidate, gradients
 from partbook.dialects.pytorch import initialize
 from ranks import on_ranks
 
@@ -151,6 +151,29 @@ def test_recomputing_leaves_gradients_bitwise_the_same(rank, family, options):
                 assert torch.equal(found[ratio, 5, step][name], grad), (ratio, step, name)
     # dropout was on: another seed gives other gradients
     assert not torch.equal(found[1.0, 6, 0]["loss"], found[1.0, 5, 0]["loss"])
+
+
+def forked(sch: Schedule) -> None:
+    """A forked region around a replicated dropout."""
+    sch["transformer.h.0"].fork_rng(shared=("mlp.dropout",))
+
+
+def recomputed_inside(sch: Schedule) -> None:
+    forked(sch)
+    sch["transformer.h.0.mlp"].checkpoint()
+
+
+@on_ranks(2)
+def test_recomputing_inside_a_forked_region_replays_the_stream_around_it(rank):
+    found = []
+    for schedule in (forked, recomputed_inside):
+        torch.manual_seed(5)
+        model = models.gpt2(dropout=0.5)
+        _, scheduled = initialize(model, schedule, tp=2)
+        model(**models.batch()).loss.backward()
+        found.append(gradients(scheduled))
+    for name, grad in found[0].items():
+        assert torch.equal(found[1][name], grad), name
 
 
 @on_ranks(2)

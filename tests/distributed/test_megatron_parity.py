@@ -33,9 +33,10 @@ class Case:
     built_with: dict[str, Any] = field(default_factory=dict)
     cuts: str | None = None
     padded: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        given = [*self.options, *self.built_with, self.cuts or "", "padded" if self.padded else ""]
+        given = [*self.options, *self.built_with, self.cuts or "", "padded" if self.padded else "", *self.ddp]
         kind = "distributed optimizer" if self.distributed else self.optimizer["optimizer"]
         return f"{self.family} tp {self.tp} pp {self.pp} vp {self.vp} {kind} {' '.join(given)}".strip()
 
@@ -50,6 +51,7 @@ class Case:
 
 
 SEQUENCE = {"sequence_parallel": True}
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 ON_2 = [
     case
     for family in ("gpt2", "llama")
@@ -68,6 +70,8 @@ ON_2 = [
     Case("llama", pp=2, built_with={"tied": True}, options={"checkpoint_ratio": 0.5}, cuts="model.layers.0"),
     Case("t5", tp=2, padded=True),
     Case("t5", pp=2, padded=True),
+    Case("gpt2", distributed=True, optimizer=ADAM, options={"fuse_activation": True}, ddp=OVERLAPS),
+    Case("llama", distributed=True, optimizer=ADAM, options={"fuse_activation": True, "fuse_norm": True}, ddp=OVERLAPS),
     # Four tensors cross, one of which takes no gradient.
     Case("t5", pp=2, padded=True, cuts="decoder.block.0"),
     Case("bert", pp=2, padded=True),
@@ -96,7 +100,7 @@ def check_training(case: Case) -> None:
     optimizer = case.torch_optimizer(dense)
     training = megatron.train(
         case.family, copy.deepcopy(dense), vp=case.vp, options=case.options, cuts=case.cuts,
-        distributed=case.distributed, optimizer=case.optimizer,
+        distributed=case.distributed, optimizer=case.optimizer, **case.ddp,
     )  # fmt: skip
     mesh = training.scheduled.mesh
     assert (mesh.tp, mesh.pp, mesh.dp) == (case.tp, case.pp, dist.get_world_size() // (case.tp * case.pp))

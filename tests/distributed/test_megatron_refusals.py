@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -97,9 +98,39 @@ def test_stages_that_do_not_fit_are_refused(rank: int) -> None:
     refused(lambda: chunks_of(dense, "llama", 2, config=mixed), ConfigError, "batch_p2p_comm", "pp=2")
     provider = model_provider(meta(models.llama(layers=4)), "llama", weights=0)
     refused(
-        lambda: provider(pre_process=rank == 1, post_process=False, vp_stage=0), ConfigError,
-        "pre_process=", "parallel_state.is_pipeline_first_stage",
+        lambda: provider(pre_process=rank == 0, post_process=False), ConfigError, "ask for each by vp_stage, from 0"
+    )
+    # One rank alone is asked for what it is not; the others do not wait for it.
+    refused(
+        lambda: provider(pre_process=rank == 0, post_process=rank == 1, vp_stage=0), ConfigError,
+        "rank 1: " if rank == 0 else "", "post_process=True was asked of stage 1, whose post_process is False",
+        "parallel_state.is_pipeline_last_stage" if rank else "",
     )  # fmt: skip
+    first = provider(pre_process=rank == 0, post_process=False, vp_stage=0)
+    assert first.index == rank
+    refused(lambda: provider(pre_process=True, post_process=False, vp_stage=1), ConfigError, "asked of stage")
+    assert provider(pre_process=False, post_process=rank == 1, vp_stage=1).index == 2 + rank
+
+
+@pytest.mark.parametrize("kind", ["context", "expert"])
+@on_ranks(2)
+def test_parallelism_without_a_rule_is_refused(rank: int, kind: str) -> None:
+    megatron.start(**{{"context": "context_parallel_size", "expert": "expert_model_parallel_size"}[kind]: 2})
+    refused(lambda: chunks_of(models.llama(), "llama"), ConfigError, f"{kind} parallelism over 2 ranks")
+
+
+@on_ranks(1)
+def test_dropouts_that_differ_from_the_models_are_told(rank: int) -> None:
+    megatron.start()
+    dense = models.llama(dropout=0.25)
+    derived = transformer_config(dense.config)
+    assert (derived.attention_dropout, derived.hidden_dropout) == (0.25, 0.0)
+    given = dataclasses.replace(derived, hidden_dropout=0.1)
+    with pytest.warns(UserWarning, match=r"hidden_dropout is 0.1 in Megatron's arguments, and 0.0 in the model"):
+        chunks_of(dense, "llama", config=given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chunks_of(dense, "llama", config=derived)
 
 
 @on_ranks(3)

@@ -151,6 +151,9 @@ def wrap(
     )  # fmt: skip
     built = get_megatron_optimizer(options, wrapped)
     config.grad_scale_func = built.scale_loss
+    if settings.overlap_grad_reduce:
+        # As Megatron-LM's train(): gradients are reduced with the last micro-batch.
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return Training(wrapped, built)
 
 
