@@ -16,12 +16,12 @@ from partbook.dialects.megatron import consolidate, gradients, model_provider
 from ranks import on_ranks
 
 
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float = 1e-4) -> None:
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor], rtol: float = 1e-4, floor: float = 1e-3) -> None:
     assert found.keys() == wanted.keys()
     largest = max(float(grad.abs().max()) for grad in wanted.values())
     for name, grad in wanted.items():
         error = float((found[name].float() - grad.float()).abs().max())
-        assert error <= rtol * max(float(grad.abs().max()), 1e-3 * largest), (name, error)
+        assert error <= rtol * max(float(grad.abs().max()), floor * largest), (name, error)
 
 
 def gradients_of(dense: nn.Module) -> dict[str, Tensor]:
@@ -39,28 +39,31 @@ def test_sixteen_bits_train_as_the_model_in_sixteen_bits(rank: int, tp: int, pp:
     """With weights of 32 bits, which the optimizer steps."""
     megatron.start(tp, pp)
     dense = models.llama(layers=2).train()
-    settings = {"initial_loss_scale": 2.0**12} if kind == "fp16" else {}
+    scale = 2.0**12 if kind == "fp16" else 1.0
+    settings = {"initial_loss_scale": scale} if kind == "fp16" else {}
     training = megatron.train("llama", dense, config={kind: True}, optimizer=settings)
     twin = copy.deepcopy(dense).to(torch.bfloat16 if kind == "bf16" else torch.float16)
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.5)
-    before = {name: p.detach().clone() for name, p in dense.named_parameters()}
     for step in range(4):
         batches = one_rank_of(step)
-        loss, norm = training.step(batches)
-        wanted = torch.stack([twin(**batch).loss for batch in batches]).float().mean()
+        found: dict[str, Tensor] = {}
+        loss, norm = training.step(batches, lambda found=found: found.update(gradients(training.chunks)))
+        wanted = torch.stack([twin(**batch).loss.float() for batch in batches]).mean()
         torch.testing.assert_close(loss, wanted.detach(), rtol=3e-3, atol=0)
-        wanted.backward()
+        (wanted * scale).backward()
         for main, narrow in zip(dense.parameters(), twin.parameters(), strict=True):
-            main.grad, narrow.grad = narrow.grad.float(), None
+            main.grad, narrow.grad = narrow.grad.float() / scale, None
+        close({name: grad.float() / scale for name, grad in found.items()}, gradients_of(dense), rtol=0.05, floor=0.01)
         exact = nn.utils.clip_grad_norm_(dense.parameters(), 0.1)
         torch.testing.assert_close(torch.tensor(norm), exact, rtol=2e-2, atol=0)
         optimizer.step()
         with torch.no_grad():
             for main, narrow in zip(dense.parameters(), twin.parameters(), strict=True):
                 narrow.copy_(main)
+    # Two roundings of numbers that differ in the last place of 32 bits.
+    precision = torch.finfo(twin.dtype).eps
     for name, value in consolidate(training.chunks).items():
-        moved, exact = value.float() - before[name], twin.get_parameter(name).float() - before[name]
-        assert float((moved - exact).norm()) <= 0.1 * float(exact.norm()), name
+        torch.testing.assert_close(value, twin.get_parameter(name).detach(), rtol=2 * precision, atol=1e-3)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
