@@ -59,8 +59,8 @@ def test_unedited_script_trains_in_stages_as_in_one_process(script: ModuleType, 
 
 def test_plain_loop_is_told_what_to_call(tmp_path: Path) -> None:
     output = launch(*FLAGS, SCRIPT, "--out", tmp_path, "--loop", "plain", cwd=tmp_path, code=1).output
-    assert "engine(...) cannot run a model that is cut into pipeline stages" in output
-    assert "engine.train_batch(data_iter=iterator)" in output
+    assert "engine(...) cannot run a model that is cut into pipeline stages" in output, output
+    assert "engine.train_batch(data_iter=iterator)" in output, output
 
 
 def test_rank_that_dies_in_a_step_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
