@@ -27,7 +27,9 @@ def mesh_of(groups: Any) -> Mesh:
     for axis, name in (("cp", "context"), ("ep", "expert")):
         group = getattr(groups, axis, None)
         if group is not None and group.size() > 1:
-            raise ConfigError(f"{name} parallelism over {group.size()} ranks: there is no rule for it: 1")
+            raise ConfigError(
+                f"{name} parallelism over {group.size()} ranks: there is no rule for it; start with a size of 1"
+            )
     mesh = Mesh(
         dp=groups.dp.size(),
         pp=groups.pp.size(),

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import models
 import partbook.dialects.deepspeed as on_deepspeed
-from partbook.core import Schedule, ScheduledModel, consolidate, gradients
+from forks import forked, recomputed_inside
+from partbook.core import ScheduledModel, consolidate, gradients
 from partbook.dialects.pytorch import initialize
 from ranks import on_ranks
 
@@ -151,16 +152,6 @@ def test_recomputing_leaves_gradients_bitwise_the_same(rank, family, options):
                 assert torch.equal(found[ratio, 5, step][name], grad), (ratio, step, name)
     # dropout was on: another seed gives other gradients
     assert not torch.equal(found[1.0, 6, 0]["loss"], found[1.0, 5, 0]["loss"])
-
-
-def forked(sch: Schedule) -> None:
-    """A forked region around a replicated dropout."""
-    sch["transformer.h.0"].fork_rng(shared=("mlp.dropout",))
-
-
-def recomputed_inside(sch: Schedule) -> None:
-    forked(sch)
-    sch["transformer.h.0.mlp"].checkpoint()
 
 
 @on_ranks(2)

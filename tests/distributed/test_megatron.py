@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import megatron_training as megatron
 import models
 from counting import Collectives
-from partbook.core import Schedule
+from forks import forked, recomputed_inside
 from partbook.dialects.megatron import (
     gradients,
     model_provider,
@@ -252,16 +252,6 @@ def test_recomputation_replays_the_trackers_streams(rank: int, options: dict[str
     recomputed = gradients_of_one_step({**options, "checkpoint_ratio": 1.0})
     for name, grad in kept.items():
         assert torch.equal(grad, recomputed[name]), name
-
-
-def forked(sch: Schedule) -> None:
-    """A forked region around a replicated dropout."""
-    sch["transformer.h.0"].fork_rng(shared=("mlp.dropout",))
-
-
-def recomputed_inside(sch: Schedule) -> None:
-    forked(sch)
-    sch["transformer.h.0.mlp"].checkpoint()
 
 
 @on_ranks(2)

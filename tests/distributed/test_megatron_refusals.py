@@ -116,7 +116,7 @@ def test_stages_that_do_not_fit_are_refused(rank: int) -> None:
 @on_ranks(2)
 def test_parallelism_without_a_rule_is_refused(rank: int, kind: str) -> None:
     megatron.start(**{{"context": "context_parallel_size", "expert": "expert_model_parallel_size"}[kind]: 2})
-    refused(lambda: chunks_of(models.llama(), "llama"), ConfigError, f"{kind} parallelism over 2 ranks")
+    refused(lambda: chunks_of(models.llama(), "llama"), ConfigError, f"{kind} parallelism over 2 ranks", "a size of 1")
 
 
 @on_ranks(1)
