@@ -11,10 +11,15 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from launch import launch
+from launch import free_port, launch
 
 SCRIPT = Path(__file__).parent / "scripts" / "pipeline.py"
-FLAGS = ("-m", "partbook.launchers.deepspeed", "--num_gpus", 2, "--schedule", "gpt2", "--pp", 2)
+
+
+def partbook() -> tuple[object, ...]:
+    """Each launch on a port of its own: another job of the machine may have the default one."""
+    command = ("-m", "partbook.launchers.deepspeed", "--num_gpus", 2, "--master_port", free_port())
+    return (*command, "--schedule", "gpt2", "--pp", 2)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +49,7 @@ def train_alone(script: ModuleType) -> tuple[torch.nn.Module, list[float]]:
 def test_unedited_script_trains_in_stages_as_in_one_process(script: ModuleType, tmp_path: Path) -> None:
     """Lengths differ from batch to batch; the export of all stages is the model that one process trains."""
     launch(
-        *FLAGS, "--cuts", "transformer.h.0", "--export", tmp_path / "model", SCRIPT, "--out", tmp_path / "out",
+        *partbook(), "--cuts", "transformer.h.0", "--export", tmp_path / "model", SCRIPT, "--out", tmp_path / "out",
         cwd=tmp_path,
     )  # fmt: skip
     model, losses = train_alone(script)
@@ -58,13 +63,13 @@ def test_unedited_script_trains_in_stages_as_in_one_process(script: ModuleType, 
 
 
 def test_plain_loop_is_told_what_to_call(tmp_path: Path) -> None:
-    output = launch(*FLAGS, SCRIPT, "--out", tmp_path, "--loop", "plain", cwd=tmp_path, code=1).output
+    output = launch(*partbook(), SCRIPT, "--out", tmp_path, "--loop", "plain", cwd=tmp_path, code=1).output
     assert "engine(...) cannot run a model that is cut into pipeline stages" in output, output
     assert "engine.train_batch(data_iter=iterator)" in output, output
 
 
 def test_rank_that_dies_in_a_step_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    finished = launch(*FLAGS, SCRIPT, "--out", tmp_path, "--loop", "dies", cwd=tmp_path, timeout=120, code=1)
+    finished = launch(*partbook(), SCRIPT, "--out", tmp_path, "--loop", "dies", cwd=tmp_path, timeout=120, code=1)
     assert 'raise RuntimeError("this rank has had enough")' in finished.output
     # a rank that waits for its peer would wait for ever
     assert finished.time - float((tmp_path / "died").read_text()) < 60
