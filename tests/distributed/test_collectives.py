@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
@@ -135,15 +134,19 @@ def test_logits_are_gathered_once_where_somebody_sees_them(rank):
 
 @pytest.mark.parametrize("options", [{}, {"fuse_qkv": True, "fuse_gate_up": True}], ids=["plain", "fused"])
 @on_ranks(2)
-def test_torchs_own_counter_sees_four_all_reduces_a_block_and_no_gather(rank, options):
-    """What CommDebugMode, which users have at hand, says of a step. It hooks every module, so each of the siblings that
-    share one product is called with a view of its own of their input."""
+def test_backward_hooks_on_every_module_leave_four_all_reduces_a_block_and_no_gather(rank, options):
+    """Profilers and torch's CommDebugMode set them: each of the siblings that share one product is called with a view
+    of its own of their input."""
     model = models.llama(layers=3, vocab=VOCABULARY)
     module, _ = initialize(model, "llama", options, tp=2)
     batch = models.batch(vocab=VOCABULARY, size=BATCH, length=LENGTH)
     module(**batch)
-    with CommDebugMode() as mode:
+    called = set()
+    for name, child in model.named_modules():
+        child.register_full_backward_hook(lambda module, given, wanted, name=name: called.add(name))
+    with Collectives() as found:
         module(**batch).loss.backward()
+    assert "model.layers.0.self_attn.q_proj" in called
     # a block's four, the embedding's, the head's, and the loss's two
-    assert mode.get_total_counts() == 4 * 3 + 1 + 1 + 2
-    assert not [kind for kind in mode.get_comm_counts() if "gather" in str(kind)]
+    assert sum(found.counts.values()) == 4 * 3 + 1 + 1 + 2
+    assert not [kind for kind, _ in found.counts if "gather" in kind]

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import models
 import partbook.dialects.deepspeed as on_deepspeed
+from counting import Collectives
 from partbook.core import Schedule, cat, consolidate, find_schedule, gradients, module
 from partbook.dialects.pytorch import initialize
 from partbook.schedules.parallel import column, enter, row, split_vocabulary
@@ -198,9 +198,9 @@ def collectives(family: str, built_with: dict[str, Any], options: dict[str, Any]
     run, _ = initialize(getattr(models, family)(layers=2, **built_with), schedule, tp=2)
     batch = models.batch(padded=True)
     run(**batch)
-    with CommDebugMode() as mode:
+    with Collectives() as found:
         run(**batch).loss.backward()
-    return {str(kind): count for kind, count in mode.get_comm_counts().items()}
+    return found.counts
 
 
 @pytest.mark.parametrize(
